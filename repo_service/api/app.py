@@ -1,0 +1,46 @@
+"""The HTTP application: routes, errors and guards put together."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, FastAPI
+
+from repo_service.api import artifact_routes, chunk_routes, push_routes, service_routes
+from repo_service.api.context import Context, namespace_in_path
+from repo_service.api.errors import ErrorAnswer, error_answers, install_error_handlers
+from repo_service.api.loopback import LoopbackOnly
+from repo_service.domain.errors import KvgraftError, MalformedRequest
+from repo_service.services.repository import LocalRepository
+from repo_service.settings import Settings
+from repo_service.version import __version__
+
+_DESCRIPTION = """A repository of byte-exact KV artifacts. Routes below `/v1` without a namespace are those of the
+namespace `default`. Every error is `{"error": {"code", "message", "details"}}` with a stable code."""
+
+
+def create_app(repository: LocalRepository, settings: Settings) -> FastAPI:
+    """The application over an open repository, which stays the caller's to close."""
+    app = FastAPI(
+        title="kvgraft",
+        version=__version__,
+        description=_DESCRIPTION,
+        openapi_url="/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={
+            **error_answers(MalformedRequest, KvgraftError),
+            "default": {"model": ErrorAnswer, "description": "Any other error."},
+        },
+    )
+    app.state.context = Context(repository, settings)
+    install_error_handlers(app)
+    if not settings.insecure_any_host:
+        app.add_middleware(LoopbackOnly)
+    app.include_router(service_routes.router)
+    app.include_router(push_routes.router, prefix="/v1")
+    in_namespace = APIRouter()
+    for router in chunk_routes.router, push_routes.begin_router, artifact_routes.router:
+        in_namespace.include_router(router)
+    app.include_router(in_namespace, prefix="/v1")
+    app.include_router(in_namespace, prefix="/v1/namespaces/{namespace}", dependencies=[Depends(namespace_in_path)])
+    return app

@@ -1,0 +1,85 @@
+"""Deadlines of connections, where ASGI has no say: silent clients, stalled readers, too many of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from repo_service.api.errors import error_body
+from repo_service.domain.errors import MalformedRequest, Unavailable
+from repo_service.settings import Settings
+
+
+def connection_class(settings: Settings) -> type[asyncio.Protocol]:
+    """Uvicorn's HTTP connection with the limits of ``settings``."""
+    return type("Connection", (BoundedConnection,), {"settings": settings})
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """A connection that ends when its peer takes too long.
+
+    A peer must send a whole request header within ``idle_seconds`` of connecting or of the last
+    answer, and take some of what is written to it within ``stall_seconds``. Aborting, not closing:
+    a closed connection would keep what a stalled reader has not taken.
+    """
+
+    settings: Settings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._silence: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        limit = self.settings.connections
+        if len(self.connections) > limit:
+            self._refuse(503, Unavailable(f"{limit} connections are open, which is the limit: try again later"))
+        else:
+            self._await_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._silence)
+        _cancel(self._stall)
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        _cancel(self._silence)
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        _cancel(self._stall)
+        self._stall = self.loop.call_later(self.settings.stall_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        _cancel(self._stall)
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, MalformedRequest(f"{msg} It is not HTTP/1.1."))
+
+    def _await_request(self) -> None:
+        _cancel(self._silence)
+        if not self.pipeline and not self.transport.is_closing():
+            self._silence = self.loop.call_later(self.settings.idle_seconds, self.transport.abort)
+
+    def _refuse(self, status: int, error: MalformedRequest | Unavailable) -> None:
+        body = json.dumps(error_body(error.code, error.message, error.details)).encode()
+        self.transport.write(
+            b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            % (status, len(body), body)
+        )
+        self.transport.close()
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,78 @@
+"""What every route works with: the repository, the settings, and the gates that bound the work."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import CapacityLimiter
+from fastapi import Depends, Path, Request
+
+from repo_service.api.gates import ChunkBuffers, Gate
+from repo_service.domain.names import DEFAULT_NAMESPACE
+from repo_service.services.repository import LocalRepository
+from repo_service.services.zarr_view import ZarrView
+from repo_service.settings import Settings
+
+# Checks and rebuilds read everything there is: a few at a time, so that they leave the disk to others.
+_SURVEYS = 2
+
+_VIEWS_KEPT = 8
+
+
+class Context:
+    """Made once per application.
+
+    Attributes
+    ----------
+    buffers
+        The memory, and the right, to transfer a chunk.
+    documents
+        The turn to handle a large document.
+    chunk_threads, survey_threads
+        Limiters for the worker threads of chunk transfers, and of checks and rebuilds.
+    """
+
+    def __init__(self, repository: LocalRepository, settings: Settings) -> None:
+        self.repository = repository
+        self.settings = settings
+        queue, wait = settings.queue, settings.queue_seconds
+        self.buffers = ChunkBuffers(Gate(settings.chunk_transfers, queue, wait, "chunk transfers"))
+        self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
+        self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
+        self.survey_threads = CapacityLimiter(_SURVEYS)
+        self._views: dict[tuple[str, str], ZarrView] = {}
+
+    def zarr_view(self, ref: str, namespace: str) -> ZarrView:
+        """The Zarr view of an artifact; that it is still published is asked every time.
+
+        Raises
+        ------
+        ArtifactNotFound, TagNotFound, Ambiguous, MalformedName
+        """
+        artifact_id = self.repository.artifact(ref, namespace).id
+        view = self._views.pop((namespace, artifact_id), None) or ZarrView(self.repository, artifact_id, namespace)
+        self._views[namespace, artifact_id] = view
+        while len(self._views) > _VIEWS_KEPT:
+            self._views.pop(next(iter(self._views)), None)
+        return view
+
+
+async def _context(request: Request) -> Context:
+    context: Context = request.app.state.context
+    return context
+
+
+async def _namespace(request: Request) -> str:
+    return str(request.path_params.get("namespace", DEFAULT_NAMESPACE))
+
+
+async def namespace_in_path(
+    namespace: Annotated[str, Path(description="Namespace: 1 to 63 of a-z 0-9 . _ -.")],
+) -> None:
+    """Declares the path parameter that `Namespace` reads."""
+
+
+ContextOf = Annotated[Context, Depends(_context)]
+Namespace = Annotated[str, Depends(_namespace)]
+ArtifactId = Annotated[str, Path(description="Artifact id: sha256: and 64 hexadecimal digits.")]
+Ref = Annotated[str, Path(description="Artifact id, shortened id (sha256: and at least 8 digits), or tag.")]

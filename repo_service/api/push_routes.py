@@ -1,0 +1,116 @@
+"""Pushes: begin, offer, send what is missing, commit."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Path, Request, Response
+from starlette.exceptions import HTTPException
+
+from repo_service.api.bodies import DocumentRoute, content_length, read_document, read_exactly
+from repo_service.api.context import ContextOf, Namespace
+from repo_service.api.errors import error_answers
+from repo_service.api.models import OfferRequest, PushRequest, PushStarted
+from repo_service.api.octets import BINARY, OCTETS
+from repo_service.domain.digest import BLAKE3, parse_digest
+from repo_service.domain.errors import (
+    ChunkNotFound,
+    ChunksMissing,
+    DigestMismatch,
+    Divergence,
+    MalformedDigest,
+    MalformedDocument,
+    MalformedName,
+    PushNotFound,
+    SizeMismatch,
+    StorageFull,
+    TooLarge,
+    Unavailable,
+)
+from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.layout import MAX_CHUNK_BYTES
+from repo_service.domain.manifest import MAX_MANIFEST_BYTES, BlockRecord, Manifest
+from repo_service.domain.views import ArtifactInfo, PushOffer
+
+PushId = Annotated[str, Path(description="Id that beginning the push gave.")]
+
+begin_router = APIRouter(route_class=DocumentRoute, tags=["push"])
+router = APIRouter(route_class=DocumentRoute, prefix="/pushes/{push_id}", tags=["push"])
+
+
+@begin_router.post("/pushes", status_code=201, responses=error_answers(MalformedName, MalformedDocument))
+def begin_push(context: ContextOf, namespace: Namespace, body: PushRequest) -> PushStarted:
+    """Begin a push. It expires an hour after it was last used."""
+    return PushStarted(id=context.repository.begin_push(Fingerprint(body.fingerprint), namespace).id)
+
+
+@router.post("/blocks", responses=error_answers(PushNotFound, MalformedDocument, MalformedDigest, Divergence))
+def offer_blocks(context: ContextOf, push_id: PushId, body: OfferRequest) -> PushOffer:
+    """Announce blocks and tokens; the answer lists the chunks to send."""
+    push = context.repository.resume_push(push_id)
+    missing = push.offer([BlockRecord.from_json(record) for record in body.records])
+    if body.tokens is not None:
+        missing += push.offer_tokens(body.tokens.count, body.tokens.chunks)
+    return PushOffer(missing=missing)
+
+
+@router.put(
+    "/chunks/{digest}",
+    status_code=204,
+    openapi_extra={"requestBody": {"required": True, "content": {OCTETS: BINARY}}},
+    responses={
+        411: {"description": "length_required"},
+        **error_answers(
+            PushNotFound,
+            ChunkNotFound,
+            DigestMismatch,
+            SizeMismatch,
+            MalformedDigest,
+            TooLarge,
+            StorageFull,
+            Unavailable,
+        ),
+    },
+)
+async def put_chunk(request: Request, context: ContextOf, push_id: PushId, digest: str) -> Response:
+    """Send one chunk's octets, at most 8 MiB, with a Content-Length."""
+    parse_digest(digest, BLAKE3)
+    length = content_length(request)
+    if length is None:
+        raise HTTPException(411, "a chunk is sent with its Content-Length", {"Connection": "close"})
+    if length > MAX_CHUNK_BYTES:
+        raise TooLarge(
+            f"the body has {length} bytes; a chunk has at most {MAX_CHUNK_BYTES}", size=length, limit=MAX_CHUNK_BYTES
+        )
+    push = context.repository.resume_push(push_id)
+    loan = await context.buffers.take()
+    try:
+        data = loan.memory[:length]
+        await read_exactly(request, data, context.settings)
+        await to_thread.run_sync(push.put, digest, data, limiter=context.chunk_threads)
+    finally:
+        loan.give_back()
+    return Response(status_code=204)
+
+
+@router.post(
+    "/commit",
+    status_code=201,
+    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
+    responses=error_answers(PushNotFound, ChunksMissing, MalformedDocument, Divergence, TooLarge, StorageFull),
+)
+async def commit_push(request: Request, context: ContextOf, push_id: PushId) -> ArtifactInfo:
+    """Publish the manifest in the body, canonical JSON of at most 64 MiB; durable when the answer comes."""
+
+    async def use(data: bytes) -> ArtifactInfo:
+        return await to_thread.run_sync(lambda: context.repository.resume_push(push_id).commit(Manifest.parse(data)))
+
+    info: ArtifactInfo = await read_document(request, context, MAX_MANIFEST_BYTES, use)
+    return info
+
+
+@router.delete("", status_code=204, responses=error_answers(Unavailable))
+def abort_push(context: ContextOf, push_id: PushId) -> None:
+    """Give the push up; harmless after a commit."""
+    context.repository.resume_push(push_id).abort()

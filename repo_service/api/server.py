@@ -1,0 +1,105 @@
+"""Running the service: one process, one repository, loopback unless told otherwise."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from repo_service.api.app import create_app
+from repo_service.api.connection import connection_class
+from repo_service.api.loopback import check_host
+from repo_service.domain.errors import InvalidInput, PortInUse
+from repo_service.services.repository import LocalRepository, open_local
+from repo_service.settings import Settings
+
+
+def serve(settings: Settings, announce: Callable[[str], None] = print) -> None:
+    """Serve ``settings.repository`` until SIGTERM or SIGINT; running requests are finished first.
+
+    Parameters
+    ----------
+    settings
+        What to serve, where, and within which limits.
+    announce
+        Called once with a line that holds the address, when connections are accepted.
+
+    Raises
+    ------
+    InvalidInput
+        If the host is not loopback, or can't be listened on.
+    PortInUse, MalformedUrl, NotARepository, NewerFormat
+    """
+    check_host(settings)
+    if not settings.repository:
+        raise InvalidInput(
+            "no repository to serve: give its URL (KVGRAFT_REPOSITORY), file:///absolute/path or memory:"
+        )
+    with listen(settings) as listener, open_local(settings.repository) as repository, _ended_by_signal():
+        server = make_server(repository, settings)
+        guard = "ANYONE who reaches it may read, push and delete" if settings.insecure_any_host else "loopback only"
+        announce(f"serving {settings.repository} at {address(listener)} ({guard}: no tokens are configured)")
+        server.run(sockets=[listener])
+
+
+def listen(settings: Settings) -> socket.socket:
+    """Bind the address of ``settings``; port 0 takes a free one.
+
+    Raises
+    ------
+    PortInUse, InvalidInput
+    """
+    host, port = settings.host, settings.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=settings.connections)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"port {port} of {host} is in use: stop what listens there, or choose another port (0 takes a free one)",
+                host=host,
+                port=port,
+            ) from None
+        raise InvalidInput(f"can't listen on {host} port {port}: {error.strerror}", host=host, port=port) from None
+
+
+def address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Server:
+    """A server for an open repository; run it with ``run(sockets=[listen(settings)])``."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            create_app(repository, settings),
+            http=connection_class(settings),
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=int(settings.idle_seconds) + 1,
+            timeout_graceful_shutdown=settings.shutdown_seconds,
+        )
+    )
+
+
+@contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """Let the server return after a signal, which it would raise again once it has shut down."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Identity, pure and free of I/O: fingerprints, keys, layouts, manifests and the error tree."""

@@ -1,0 +1,460 @@
+"""Block keys, block records and manifests: what an artifact is made of."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from repo_service.domain.canonical import canonical_json, frame, parse_json
+from repo_service.domain.digest import (
+    BLAKE3,
+    SHA256,
+    chunk_digest,
+    format_digest,
+    parse_digest,
+    sha256_digest,
+)
+from repo_service.domain.errors import DocumentCorrupt, InvalidTokens, MalformedDocument
+from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.layout import ChunkSpec, Layout
+from repo_service.domain.schedule import Step, split_by_block
+
+MAX_TOKENS = 2**26
+MAX_MANIFEST_BYTES = 64 * 2**20
+MAX_RECORD_BYTES = 4 * 2**20
+MAX_TEXT_CHARACTERS = 4 * 2**20
+MAX_ANNOTATIONS = 64
+MAX_ANNOTATION_CHARACTERS = 4096
+TOKEN_DTYPE = "uint32"
+TOKEN_CHUNK = 2**20
+MAX_TOKEN_ID = 2**31 - 1
+
+EXACT = "exact"
+LOSSY = "lossy"
+
+_FORMAT = "kvgraft.manifest"
+_VERSION = 1
+
+
+def encode_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as little-endian unsigned 32-bit integers.
+
+    Raises
+    ------
+    InvalidTokens
+        If an id is not an integer from 0 to 2**31 - 1.
+    """
+    values = list(tokens)
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKEN_ID:
+            raise InvalidTokens(f"{str(value)[:40]} is not a token id: an integer from 0 to {MAX_TOKEN_ID}")
+    encoded = array("I", values)
+    _little_endian(encoded)
+    return encoded.tobytes()
+
+
+def decode_tokens(data: bytes) -> list[int]:
+    """Inverse of `encode_tokens`."""
+    decoded = array("I")
+    decoded.frombytes(data)
+    _little_endian(decoded)
+    return decoded.tolist()
+
+
+def _little_endian(values: array[int]) -> None:
+    if array("H", [1]).tobytes() != b"\x01\x00":
+        values.byteswap()
+
+
+def token_chunks(tokens: Sequence[int]) -> list[tuple[str, bytes]]:
+    """The chunks of an artifact's ``tokens`` array, as (digest, bytes); the last is padded with zeros."""
+    spec = token_chunk_spec(len(tokens))
+    chunks = []
+    for start in range(0, len(tokens), spec.shape[0]):
+        data = encode_tokens(tokens[start : start + spec.shape[0]]).ljust(spec.size, b"\0")
+        chunks.append((chunk_digest(data, spec.dtype, spec.shape), data))
+    return chunks
+
+
+def token_chunk_spec(count: int) -> ChunkSpec:
+    """Chunks of the ``tokens`` array, shape ``(count,)``, of an artifact of ``count`` tokens."""
+    return ChunkSpec(TOKEN_DTYPE, (min(count, TOKEN_CHUNK),))
+
+
+def token_chunk_count(count: int) -> int:
+    return -(-count // TOKEN_CHUNK)
+
+
+def block_key(fingerprint_id: str, parent: str | None, tokens: Sequence[int], steps: Sequence[Step]) -> str:
+    """Key of one block, chained to the block before it.
+
+    Parameters
+    ----------
+    fingerprint_id
+        Identity of everything that decides the bits.
+    parent
+        Key of the block before, or None for the first.
+    tokens
+        The block's own token ids.
+    steps
+        The schedule steps inside the block, normalized by `split_by_block`; they hold its positions.
+    """
+    framed = frame(
+        ["kvgraft.block.v1", fingerprint_id, parent, encode_tokens(tokens), [step.to_json() for step in steps]]
+    )
+    return format_digest(SHA256, hashlib.sha256(framed).digest())
+
+
+def block_keys(fingerprint_id: str, tokens: Sequence[int], steps: Iterable[Step], block_tokens: int) -> list[str]:
+    """Keys of all blocks of ``tokens`` under a schedule."""
+    keys: list[str] = []
+    parent = None
+    for i, block_steps in enumerate(split_by_block(steps, block_tokens)):
+        start = i * block_tokens
+        parent = block_key(fingerprint_id, parent, tokens[start : block_steps[-1].stop], block_steps)
+        keys.append(parent)
+    return keys
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """Which chunks hold one block's state.
+
+    Parameters
+    ----------
+    key, parent
+        Block keys; ``parent`` is None for the first block.
+    start, stop
+        Absolute token span.
+    steps
+        The schedule inside the block.
+    chunks
+        Chunk digests by array name, each in the order of `Layout.chunks`.
+    """
+
+    key: str
+    parent: str | None
+    start: int
+    stop: int
+    steps: tuple[Step, ...]
+    chunks: dict[str, tuple[str, ...]]
+
+    @cached_property
+    def data(self) -> bytes:
+        """The canonical document; its SHA-256 is `digest`."""
+        return canonical_json(
+            {
+                "key": self.key,
+                "parent": self.parent,
+                "start": self.start,
+                "stop": self.stop,
+                "steps": [step.to_json() for step in self.steps],
+                "chunks": {name: list(digests) for name, digests in self.chunks.items()},
+            }
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        return sha256_digest(self.data)
+
+    @classmethod
+    def parse(cls, data: bytes) -> BlockRecord:
+        """Read a record; `check` ties it to a layout.
+
+        Raises
+        ------
+        MalformedDocument, MalformedDigest, TooLarge
+        """
+        return cls.from_json(parse_json(data, limit=MAX_RECORD_BYTES, what="block record"))
+
+    @classmethod
+    def from_json(cls, value: Any) -> BlockRecord:
+        match value:
+            case {
+                "key": str(key),
+                "parent": parent,
+                "start": int(start),
+                "stop": int(stop),
+                "steps": list(steps),
+                "chunks": dict(chunks),
+            } if len(value) == 6 and not isinstance(start, bool) and not isinstance(stop, bool):
+                pass
+            case _:
+                raise MalformedDocument(f"not a block record: {str(value)[:100]}")
+        parse_digest(key, SHA256)
+        if parent is not None:
+            _parse_digest_value(parent, SHA256)
+        for digests in chunks.values():
+            if not isinstance(digests, list):
+                raise MalformedDocument(f"the chunks of block {key} are not lists of digests")
+            for digest in digests:
+                _parse_digest_value(digest, BLAKE3)
+        return cls(
+            key,
+            parent,
+            start,
+            stop,
+            tuple(Step.from_json(step) for step in steps),
+            {name: tuple(digests) for name, digests in chunks.items()},
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Check the span, the steps and the chunks' number against a layout.
+
+        Raises
+        ------
+        MalformedDocument
+        """
+        size = layout.block_tokens
+        if not 0 <= self.start < self.stop <= MAX_TOKENS or self.start % size or self.stop - self.start > size:
+            raise MalformedDocument(
+                f"block {self.key} spans {self.start} to {self.stop}, which is no block of {size} tokens"
+            )
+        if (self.parent is None) != (self.start == 0):
+            raise MalformedDocument(f"block {self.key} begins at token {self.start} and its parent is {self.parent}")
+        shifted = [Step(step.kind, step.start - self.start, step.stop - self.start) for step in self.steps]
+        if not shifted or any(step.start < 0 or step.stop > size for step in shifted):
+            raise MalformedDocument(f"the steps of block {self.key} do not lie in its span")
+        normal = split_by_block(shifted, size)
+        if len(normal) != 1 or normal[0] != shifted or shifted[-1].stop != self.stop - self.start:
+            raise MalformedDocument(f"the steps of block {self.key} do not cover its span exactly, in normal form")
+        expected = {name: a.grid[0] * a.grid[1] for name, a in layout.arrays.items()}
+        found = {name: len(digests) for name, digests in self.chunks.items()}
+        if found != expected:
+            raise MalformedDocument(
+                f"block {self.key} names {_counts(found)} chunks; its layout has {_counts(expected)}",
+                block_key=self.key,
+            )
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """``exact``, or ``lossy`` with the codec and the measured error as text."""
+
+    kind: str = EXACT
+    codec: str | None = None
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return (
+            {"class": self.kind}
+            if self.kind == EXACT
+            else {"class": self.kind, "codec": self.codec, "error": self.error}
+        )
+
+    @classmethod
+    def from_json(cls, value: Any) -> Exactness:
+        match value:
+            case {"class": "exact"} if len(value) == 1:
+                return cls()
+            case {"class": "lossy", "codec": str(codec), "error": str(error)} if len(value) == 3:
+                return cls(LOSSY, codec, error)
+        raise MalformedDocument(f"not an exactness class: {str(value)[:100]}")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An artifact: immutable, named by the SHA-256 of its canonical document.
+
+    Parameters
+    ----------
+    fingerprint
+        What the state was made with; it holds the layout.
+    token_count
+        Number of tokens; positions are ``[0, token_count)``.
+    tokens
+        Digests of the chunks of the ``tokens`` array, or None where the pusher keeps the ids private.
+    blocks
+        (block key, record digest) of each block, in order.
+    exactness, parent, annotations, text
+        Exactness class; artifact id this one continues, if any; free text fields; text for search.
+    """
+
+    fingerprint: Fingerprint
+    token_count: int
+    tokens: tuple[str, ...] | None
+    blocks: tuple[tuple[str, str], ...]
+    exactness: Exactness = Exactness()
+    parent: str | None = None
+    annotations: dict[str, str] = field(default_factory=dict)
+    text: str | None = None
+
+    @cached_property
+    def data(self) -> bytes:
+        return canonical_json(
+            {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "fingerprint": self.fingerprint.sections,
+                "tokens": {"count": self.token_count, "chunks": None if self.tokens is None else list(self.tokens)},
+                "blocks": [list(block) for block in self.blocks],
+                "exactness": self.exactness.to_json(),
+                "lineage": {"parent": self.parent},
+                "annotations": self.annotations,
+                "text": self.text,
+            }
+        )
+
+    @cached_property
+    def id(self) -> str:
+        return sha256_digest(self.data)
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self.fingerprint)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state as stored, partial blocks padded."""
+        return len(self.blocks) * self.layout.block_bytes
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """Read a manifest and check it by itself: grammar, spans, shapes and limits.
+
+        Raises
+        ------
+        MalformedDocument, MalformedDigest, TooLarge
+        """
+        value = parse_json(data, limit=MAX_MANIFEST_BYTES, what="manifest")
+        match value:
+            case {
+                "format": "kvgraft.manifest",
+                "version": int(version),
+                "fingerprint": dict(sections),
+                "tokens": {"count": int(count), "chunks": chunks},
+                "blocks": list(blocks),
+                "exactness": exactness,
+                "lineage": {"parent": parent},
+                "annotations": dict(annotations),
+                "text": text,
+            } if len(value) == 9 and len(value["tokens"]) == 2 and len(value["lineage"]) == 1:
+                pass
+            case _:
+                raise MalformedDocument("not a manifest: its fields are not those of the format")
+        if isinstance(version, bool) or version != _VERSION:
+            raise MalformedDocument(f"the manifest has version {version}; this kvgraft reads version {_VERSION}")
+        if isinstance(count, bool) or not 0 < count <= MAX_TOKENS:
+            raise MalformedDocument(f"the manifest has {count} tokens; it must have 1 to {MAX_TOKENS}")
+        if parent is not None:
+            _parse_digest_value(parent, SHA256)
+        manifest = cls(
+            Fingerprint(sections),
+            count,
+            None if chunks is None else _digest_list(chunks),
+            tuple(_block_pair(block) for block in blocks),
+            Exactness.from_json(exactness),
+            parent,
+            _check_annotations(annotations),
+            _check_text(text),
+        )
+        expected_blocks = -(-count // manifest.layout.block_tokens)
+        if len(manifest.blocks) != expected_blocks:
+            raise MalformedDocument(
+                f"the manifest lists {len(manifest.blocks)} blocks; {count} tokens make {expected_blocks}"
+            )
+        if manifest.tokens is not None and len(manifest.tokens) != token_chunk_count(count):
+            raise MalformedDocument("the manifest's number of token chunks does not match its token count")
+        return manifest
+
+    def check_records(self, records: Sequence[BlockRecord]) -> None:
+        """Check that the records are this manifest's, whole, in order, without gap or overlap.
+
+        Raises
+        ------
+        MalformedDocument
+        """
+        if len(records) != len(self.blocks):
+            raise MalformedDocument(f"{len(records)} block records for {len(self.blocks)} blocks")
+        position, parent = 0, None
+        for record, (key, digest) in zip(records, self.blocks, strict=True):
+            if record.key != key or record.digest != digest:
+                raise MalformedDocument(f"the record of block {key} is not the one the manifest names", block_key=key)
+            record.check(self.layout)
+            if record.start != position or record.parent != parent:
+                raise MalformedDocument(
+                    f"block {key} begins at {record.start}; the one before it ends at {position}", block_key=key
+                )
+            position, parent = record.stop, key
+        if position != self.token_count:
+            raise MalformedDocument(f"the blocks end at token {position}; the manifest has {self.token_count} tokens")
+
+    def check_keys(self, records: Sequence[BlockRecord], tokens: Sequence[int]) -> None:
+        """Check every block key against the token ids and the schedule it stands for.
+
+        Raises
+        ------
+        MalformedDocument
+        """
+        if len(tokens) != self.token_count:
+            raise MalformedDocument(f"{len(tokens)} token ids for {self.token_count} tokens")
+        for record in records:
+            expected = block_key(self.fingerprint.id, record.parent, tokens[record.start : record.stop], record.steps)
+            if record.key != expected:
+                raise MalformedDocument(
+                    f"the key of block {record.start} to {record.stop} is {record.key}; its tokens and schedule give {expected}",
+                    block_key=record.key,
+                )
+
+
+def require_digest(data: bytes, digest: str, what: str) -> bytes:
+    """Return ``data`` if its SHA-256 is ``digest``.
+
+    Raises
+    ------
+    DocumentCorrupt
+    """
+    found = sha256_digest(data)
+    if found != digest:
+        raise DocumentCorrupt(
+            f"the {what} {digest} reads as {found}: its stored bytes were altered", digest=digest, found=found
+        )
+    return data
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items())[:8]) or "no"
+
+
+def _parse_digest_value(value: Any, algorithm: str) -> None:
+    if not isinstance(value, str):
+        raise MalformedDocument(f"{str(value)[:100]} is not a digest")
+    parse_digest(value, algorithm)
+
+
+def _digest_list(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise MalformedDocument("the token chunks are not a list of digests")
+    for digest in value:
+        _parse_digest_value(digest, BLAKE3)
+    return tuple(value)
+
+
+def _block_pair(value: Any) -> tuple[str, str]:
+    match value:
+        case [str(key), str(digest)]:
+            parse_digest(key, SHA256)
+            parse_digest(digest, SHA256)
+            return key, digest
+    raise MalformedDocument(f"not a block of a manifest: {str(value)[:100]}")
+
+
+def _check_annotations(value: dict[str, Any]) -> dict[str, str]:
+    if len(value) > MAX_ANNOTATIONS:
+        raise MalformedDocument(f"{len(value)} annotations; the limit is {MAX_ANNOTATIONS}")
+    for name, text in value.items():
+        if not 0 < len(name) <= 128 or not isinstance(text, str) or len(text) > MAX_ANNOTATION_CHARACTERS:
+            raise MalformedDocument(
+                f"the annotation {name[:128]!r} is not a text of at most {MAX_ANNOTATION_CHARACTERS} characters under a name of at most 128"
+            )
+    return value
+
+
+def _check_text(value: Any) -> str | None:
+    if value is not None and (not isinstance(value, str) or len(value) > MAX_TEXT_CHARACTERS):
+        raise MalformedDocument(f"the text is not a string of at most {MAX_TEXT_CHARACTERS} characters")
+    return value

@@ -1,0 +1,168 @@
+"""The interface that embedded and remote repositories share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from typing_extensions import Buffer
+
+from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.views import (
+    ArtifactInfo,
+    ArtifactPage,
+    ArtifactQuery,
+    DeleteReport,
+    Divergence,
+    Match,
+    ReindexReport,
+    RepositoryInfo,
+    Stats,
+    StorageReport,
+    TagInfo,
+)
+
+
+class Push(ABC):
+    """A running push: offer block records, send the chunks that are missing, commit.
+
+    Nothing is visible before `commit` returns, everything after. A push that is neither
+    committed nor aborted expires; what it sent need not be sent again by a later one.
+    Methods may be called from several threads.
+    """
+
+    id: str
+
+    @abstractmethod
+    def offer(self, records: Sequence[BlockRecord]) -> list[str]:
+        """Announce blocks; returns the digests of chunks to send with `put`.
+
+        Raises
+        ------
+        Divergence
+            If a block key already has other bytes (I2); it is recorded.
+        """
+
+    @abstractmethod
+    def offer_tokens(self, token_count: int, chunks: Sequence[str]) -> list[str]:
+        """Announce the chunks of the ``tokens`` array; returns the digests to send."""
+
+    @abstractmethod
+    def put(self, digest: str, data: Buffer) -> None:
+        """Send one chunk.
+
+        Raises
+        ------
+        DigestMismatch, SizeMismatch, ChunkNotFound
+            ``ChunkNotFound`` if no offer named the digest.
+        """
+
+    @abstractmethod
+    def commit(self, manifest: Manifest) -> ArtifactInfo:
+        """Publish; durable when this returns. Publishing the same artifact again returns the first one.
+
+        Raises
+        ------
+        ChunksMissing, MalformedDocument, Divergence
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give the push up; harmless after a commit."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+
+
+class Repository(ABC):
+    """A repository of artifacts. ``ref`` is an artifact id, a shortened id, or a tag."""
+
+    url: str
+
+    @abstractmethod
+    def info(self) -> RepositoryInfo: ...
+
+    @abstractmethod
+    def begin_push(self, fingerprint: Fingerprint, namespace: str) -> Push: ...
+
+    @abstractmethod
+    def artifact(self, ref: str, namespace: str) -> ArtifactInfo:
+        """Look an artifact up.
+
+        Raises
+        ------
+        ArtifactNotFound, TagNotFound, Ambiguous, MalformedName
+        """
+
+    @abstractmethod
+    def manifest(self, ref: str, namespace: str) -> Manifest:
+        """The manifest, verified against the artifact's id."""
+
+    @abstractmethod
+    def records(self, manifest: Manifest, namespace: str) -> list[BlockRecord]:
+        """The block records of an artifact, verified against its manifest."""
+
+    @abstractmethod
+    def read_chunk(self, artifact_id: str, namespace: str, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+        """Read one chunk that the artifact holds into ``out`` (writable, ``spec.size`` bytes), verified.
+
+        On an error the content of ``out`` is unspecified.
+
+        Raises
+        ------
+        ChunkCorrupt, ChunkNotFound
+        """
+
+    @abstractmethod
+    def match(self, namespace: str, keys: Sequence[str]) -> Match | None:
+        """The longest stored prefix among the chained block keys of one token sequence."""
+
+    @abstractmethod
+    def query(self, query: ArtifactQuery) -> ArtifactPage: ...
+
+    @abstractmethod
+    def tags(self, namespace: str) -> list[TagInfo]: ...
+
+    @abstractmethod
+    def set_tag(self, namespace: str, name: str, artifact_id: str) -> TagInfo: ...
+
+    @abstractmethod
+    def delete_tag(self, namespace: str, name: str) -> None: ...
+
+    @abstractmethod
+    def delete(self, artifact_id: str, namespace: str) -> DeleteReport:
+        """Unpublish an artifact with its tags, and free what nothing else needs."""
+
+    @abstractmethod
+    def check(self, ref: str, namespace: str) -> StorageReport:
+        """Read and hash everything the artifact holds, where the bytes are."""
+
+    @abstractmethod
+    def stats(self, namespace: str) -> Stats: ...
+
+    @abstractmethod
+    def divergences(self, namespace: str) -> list[Divergence]:
+        """Recorded divergences, newest first, at most 1,000."""
+
+    @abstractmethod
+    def reindex(self) -> ReindexReport:
+        """Rebuild the SQL index from the store."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,163 @@
+"""What a repository answers: plain values, the same from an embedded repository and over HTTP."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from repo_service.domain.names import DEFAULT_NAMESPACE
+
+SortField = Literal["created_at", "token_count", "total_bytes"]
+
+
+class View(BaseModel):
+    """Base of all views: immutable, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RepositoryInfo(View):
+    """What is at a repository's address."""
+
+    repository_id: str
+    format_version: int
+    server_version: str
+
+
+class ArtifactInfo(View):
+    """One published artifact, as the index knows it."""
+
+    id: str
+    namespace: str
+    fingerprint_id: str
+    model_id: str
+    token_count: int
+    block_tokens: int
+    block_count: int
+    private_tokens: bool
+    exactness: Literal["exact", "lossy"]
+    parent: str | None
+    created_at: datetime
+    total_bytes: int = Field(description="Bytes of all chunks the artifact refers to, tokens included.")
+    annotations: dict[str, str]
+    tags: list[str]
+
+
+class TagInfo(View):
+    """A movable name for an artifact."""
+
+    namespace: str
+    name: str
+    artifact_id: str
+    updated_at: datetime
+
+
+class Match(View):
+    """The longest stored prefix of a token sequence."""
+
+    artifact_id: str = Field(description="An artifact that holds the matched blocks.")
+    blocks: int = Field(description="Number of blocks matched, from the first.")
+    tokens: int = Field(description="Number of tokens matched.")
+
+
+class Divergence(View):
+    """A refused push of other bytes under an existing block key (I2)."""
+
+    id: str
+    namespace: str
+    block_key: str
+    stored_record: str
+    offered_record: str
+    chunks: list[str] = Field(description="The arrays whose chunks differ.")
+    created_at: datetime
+
+
+class ArtifactQuery(View):
+    """Conditions on artifacts, all of which must hold; None means no condition."""
+
+    namespace: str = DEFAULT_NAMESPACE
+    fingerprint_id: str | None = None
+    model_id: str | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0)
+    covers: tuple[int, int] | None = Field(None, description="A token span [start, stop) that the artifact must hold.")
+    block_key: str | None = None
+    chunk: str | None = None
+    token_prefix: list[int] | None = Field(None, description="Token ids the artifact must begin with.")
+    tag: str | None = None
+    annotations: dict[str, str] = Field(default_factory=dict)
+    exactness: Literal["exact", "lossy"] | None = None
+    created_after: datetime | None = None
+    created_before: datetime | None = None
+    text: str | None = Field(None, description="Words that the artifact's text must hold, in the full-text index.")
+    sort: SortField = "created_at"
+    descending: bool = True
+    limit: int = Field(50, ge=1, le=1000)
+    cursor: str | None = None
+
+
+class ArtifactPage(View):
+    """One page of a query."""
+
+    items: list[ArtifactInfo]
+    next_cursor: str | None
+    count: int = Field(description="Artifacts that the query selects, on all pages.")
+    total_bytes: int = Field(description="Sum of the artifacts' sizes.")
+    unique_bytes: int = Field(description="Bytes of the distinct chunks they refer to.")
+
+
+class Stats(View):
+    """Counts and bytes of one namespace."""
+
+    namespace: str
+    artifacts: int
+    blocks: int
+    chunks: int
+    tags: int
+    fingerprints: int
+    tokens: int
+    total_bytes: int
+    unique_bytes: int
+    divergences: int
+    running_pushes: int
+
+
+class PushOffer(View):
+    """Answer to offered block records: the chunks that must be sent."""
+
+    missing: list[str]
+
+
+class StorageReport(View):
+    """Result of reading and hashing everything an artifact holds."""
+
+    artifact_id: str
+    chunks: int
+    bytes: int
+    corrupt: list[str] = Field(description="Digests of chunks or documents that failed.")
+
+    @property
+    def ok(self) -> bool:
+        return not self.corrupt
+
+
+class DeleteReport(View):
+    """What a deletion freed."""
+
+    artifact_id: str
+    tags: list[str]
+    chunks: int
+    bytes: int
+
+
+class ReindexReport(View):
+    """What a rebuild of the index found in the store."""
+
+    artifacts: int
+    blocks: int
+    chunks: int
+    tags: int
+    divergences: int
+    corrupt: list[str] = Field(description="Store keys that could not be read or did not verify; they are not indexed.")

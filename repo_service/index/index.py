@@ -1,0 +1,291 @@
+"""The index's door: each method is one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Self
+
+from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.manifest import BlockRecord
+from repo_service.domain.views import ArtifactInfo, ArtifactPage, ArtifactQuery, Divergence, Match, Stats, TagInfo
+from repo_service.index import (
+    divergences,
+    dump,
+    lookup,
+    meta,
+    migrate,
+    publishing,
+    pushes,
+    rebuild,
+    reclaim,
+    search,
+    stats,
+    tags,
+)
+from repo_service.index.engine import Database
+from repo_service.index.entry import Entry
+from repo_service.index.pushes import Offered, PushRow
+from repo_service.index.rebuild import Rebuilt
+from repo_service.index.reclaim import Remove
+
+
+class Index:
+    """What is known about a repository, in SQL; it can be rebuilt from the store (I5).
+
+    Safe to use from several threads and processes at once. Besides the errors each method lists,
+    any may raise `Unavailable`, `StorageFull` or `DocumentCorrupt`, and with a malformed digest
+    `MalformedDigest`.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @classmethod
+    def open(cls, url: str) -> Self:
+        """Open an index, made if it does not exist and upgraded to the current schema.
+
+        Parameters
+        ----------
+        url
+            ``sqlite:///<path>``, the path taken literally, or ``sqlite://`` for one in memory.
+
+        Raises
+        ------
+        MalformedUrl, NewerFormat, Unavailable, DocumentCorrupt
+        """
+        database = Database(url)
+        try:
+            migrate.upgrade(database)
+        except BaseException:
+            database.close()
+            raise
+        return cls(database)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def claim(self, repository_id: str) -> None:
+        """Tie the index to a repository; raises `NotARepository` if it is another's."""
+        with self._database.write_durably() as connection:
+            meta.claim(connection, repository_id)
+
+    def begin_push(self, push_id: str, namespace: str, fingerprint: Fingerprint, expires_at: datetime) -> None:
+        """Start a push; while it sends something its lease, up to ``expires_at``, is renewed.
+
+        Raises
+        ------
+        Conflict
+            If the id is taken.
+        """
+        with self._database.write() as connection:
+            pushes.begin(connection, push_id, namespace, fingerprint, expires_at)
+
+    def push(self, push_id: str) -> PushRow:
+        """A running push; raises `PushNotFound` if there is none or it has expired."""
+        with self._database.read() as connection:
+            return pushes.find(connection, push_id)
+
+    def offer(self, push_id: str, records: Sequence[BlockRecord], specs: Mapping[str, ChunkSpec]) -> Offered:
+        """Remember what a push will commit, and say which chunks it must send.
+
+        A chunk is missing unless it arrived before in this namespace and is still there. If a record
+        diverges nothing is remembered.
+
+        Parameters
+        ----------
+        records
+            Block records; none where only the chunks of a ``tokens`` array are offered.
+        specs
+            Every chunk offered, those of ``records`` included, in the order they are to be sent.
+
+        Raises
+        ------
+        PushNotFound
+        MalformedDocument
+            If a chunk is known with another dtype or shape.
+        """
+        with self._database.write() as connection:
+            return pushes.offer(connection, push_id, records, specs)
+
+    def wanted(self, push_id: str, digest: str) -> ChunkSpec:
+        """What a chunk of a push must be; raises `PushNotFound`, or `ChunkNotFound` if no offer named it."""
+        with self._database.read() as connection:
+            return pushes.wanted(connection, push_id, digest)
+
+    def arrived(self, push_id: str, digest: str) -> None:
+        """Note that a chunk is in the store; raises as `wanted` does. Call it once the bytes are durable."""
+        with self._database.write() as connection:
+            pushes.arrived(connection, push_id, digest)
+
+    def push_records(self, push_id: str, keys: Sequence[str]) -> list[bytes]:
+        """The offered block records' documents, in order.
+
+        Raises
+        ------
+        PushNotFound
+        MalformedDocument
+            Names a key that was not offered.
+        """
+        with self._database.read() as connection:
+            return pushes.records(connection, push_id, keys)
+
+    def unarrived(self, push_id: str, digests: Sequence[str]) -> list[str]:
+        """Those of the chunks that the push's namespace does not have; raises `PushNotFound`."""
+        with self._database.read() as connection:
+            return pushes.unarrived(connection, push_id, digests)
+
+    def end_push(self, push_id: str) -> None:
+        """Forget a push, committed or given up; harmless if it is forgotten already."""
+        with self._database.write() as connection:
+            pushes.end(connection, push_id)
+
+    def expire_pushes(self, now: datetime) -> int:
+        """Forget the pushes whose lease has run out; returns their number."""
+        with self._database.write() as connection:
+            return pushes.expire(connection, now)
+
+    def publish(self, entry: Entry) -> ArtifactInfo:
+        """Make an artifact visible, durably; publishing it again returns the first one unchanged.
+
+        Raises
+        ------
+        ChunksMissing
+            If a chunk did not arrive in this namespace, or was reclaimed since.
+        Divergence
+            If a block is published with another record.
+        """
+        with self._database.write_durably() as connection:
+            publishing.publish(connection, entry)
+            return lookup.artifact(connection, entry.namespace, entry.manifest.id)
+
+    def unpublish(self, namespace: str, artifact_id: str) -> list[str]:
+        """Remove an artifact and return the names of the tags that went with it.
+
+        Raises
+        ------
+        ArtifactNotFound
+        """
+        with self._database.write_durably() as connection:
+            return publishing.unpublish(connection, namespace, artifact_id)
+
+    def reclaim(self, remove: Remove) -> tuple[int, int]:
+        """Free the chunks and block records that no artifact and no running push of any namespace needs.
+
+        Parameters
+        ----------
+        remove
+            Called, maybe several times, with ``(namespace, key)`` of block records and with chunk
+            digests to remove from the store, while the write lock is held; it must not use the index.
+            If it raises, what was listed stays reclaimable.
+
+        Returns
+        -------
+        tuple
+            Number of chunks freed and their bytes.
+        """
+        with self._database.write_durably() as connection:
+            reclaim.doom(connection)
+        count = size = 0
+        more = True
+        while more:
+            with self._database.write_durably() as connection:
+                batch = reclaim.reclaim(connection, remove)
+            count, size, more = count + batch.chunks, size + batch.bytes, batch.more
+        return count, size
+
+    def rebuild(self, entries: Iterable[Entry], tags: Iterable[TagInfo], divergences: Iterable[Divergence]) -> Rebuilt:
+        """Replace everything that is derived from the store, in one transaction.
+
+        Pass generators that list the store only when iterated: that happens under the write lock,
+        and a listing made before it could miss an artifact published meanwhile.
+
+        Raises
+        ------
+        Divergence, MalformedDocument
+            If two entries contradict each other; the index is then unchanged.
+        """
+        with self._database.write_durably() as connection:
+            return rebuild.rebuild(connection, entries, tags, divergences)
+
+    def artifact(self, namespace: str, ref: str) -> ArtifactInfo:
+        """The artifact with an id, a shortened id, or a tag.
+
+        Raises
+        ------
+        ArtifactNotFound, TagNotFound, Ambiguous, MalformedName
+        """
+        with self._database.read() as connection:
+            return lookup.artifact(connection, namespace, ref)
+
+    def published_record(self, namespace: str, key: str) -> str | None:
+        """Digest of the record that a block key is published with, if any."""
+        with self._database.read() as connection:
+            return lookup.published_record(connection, namespace, key)
+
+    def holds_chunk(self, namespace: str, artifact_id: str, digest: str) -> ChunkSpec:
+        """What a chunk is, if the artifact holds it; `ChunkNotFound` otherwise, whichever of the two is unknown."""
+        with self._database.read() as connection:
+            return lookup.holds_chunk(connection, namespace, artifact_id, digest)
+
+    def match(self, namespace: str, keys: Sequence[str]) -> Match | None:
+        """The longest published prefix among the chained block keys of one token sequence, in one query."""
+        with self._database.read() as connection:
+            return lookup.match(connection, namespace, keys)
+
+    def query(self, query: ArtifactQuery) -> ArtifactPage:
+        """One page of the artifacts that meet every condition.
+
+        ``created_after`` is inclusive and ``created_before`` is not. The totals are those of the
+        first page. A private artifact meets no ``token_prefix``.
+
+        Raises
+        ------
+        MalformedRequest
+            For a cursor that is none or another query's, an empty span, or a time without a zone.
+        InvalidTokens
+        """
+        with self._database.read() as connection:
+            return search.query(connection, query)
+
+    def tags(self, namespace: str) -> list[TagInfo]:
+        """All tags, by name."""
+        with self._database.read() as connection:
+            return tags.of(connection, namespace)
+
+    def set_tag(self, namespace: str, name: str, artifact_id: str, updated_at: datetime) -> TagInfo:
+        """Make a tag, or move it; raises `ArtifactNotFound`."""
+        with self._database.write_durably() as connection:
+            return tags.set_tag(connection, namespace, name, artifact_id, updated_at)
+
+    def delete_tag(self, namespace: str, name: str) -> None:
+        """Remove a tag; raises `TagNotFound`."""
+        with self._database.write_durably() as connection:
+            tags.delete_tag(connection, namespace, name)
+
+    def record_divergence(self, divergence: Divergence) -> None:
+        """Keep a divergence; one with an id that is kept already changes nothing."""
+        with self._database.write_durably() as connection:
+            divergences.record(connection, divergence)
+
+    def divergences(self, namespace: str) -> list[Divergence]:
+        """Recorded divergences, newest first, at most 1,000."""
+        with self._database.read() as connection:
+            return divergences.newest(connection, namespace)
+
+    def dump(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Every row derived from the store, without row numbers: equal indexes give equal dumps."""
+        with self._database.read() as connection:
+            return dump.dump(connection)
+
+    def stats(self, namespace: str) -> Stats:
+        """Counts and bytes of a namespace."""
+        with self._database.read() as connection:
+            return stats.of(connection, namespace)

@@ -1,0 +1,29 @@
+"""What the index knows about itself."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, insert, select
+
+from repo_service.domain.errors import NotARepository
+from repo_service.index.models import Meta
+
+_REPOSITORY_ID = "repository_id"
+
+
+def claim(connection: Connection, repository_id: str) -> None:
+    """Tie the index to a repository, once.
+
+    Raises
+    ------
+    NotARepository
+        If it is another repository's index.
+    """
+    owner = connection.execute(select(Meta.value).where(Meta.name == _REPOSITORY_ID)).scalar()
+    if owner is None:
+        connection.execute(insert(Meta).values(name=_REPOSITORY_ID, value=repository_id))
+    elif owner != repository_id:
+        raise NotARepository(
+            f"the index belongs to the repository {owner}, the store to {repository_id}: give each its own index",
+            repository_id=repository_id,
+            index_repository_id=owner,
+        )

@@ -1,0 +1,249 @@
+"""The tables. Integer surrogate keys, digests as 32 bytes, times as UTC microseconds.
+
+Everything but ``pushes``, ``push_blocks``, ``push_chunks``, ``loose_records``, ``meta`` and the chunks
+that no artifact refers to can be rebuilt from the store. A row of ``blocks`` exists only while a
+published artifact of its namespace refers to it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from sqlalchemy import (
+    ForeignKey,
+    Index,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Text,
+    UniqueConstraint,
+    func,
+)
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from repo_service.index.dialect import BigKey
+
+ANNOTATION_PREFIX = 64
+"""Characters of an annotation's value that its index holds; PostgreSQL limits the size of an index row."""
+
+
+class ChunkState(IntEnum):
+    """What a namespace may rely on about a chunk.
+
+    A chunk is AWAITED from the first offer until its bytes arrive, STORED while only pushes refer to
+    it, PUBLISHED while an artifact does, LOOSE once nothing does. It is DOOMED before any of its bytes
+    go, so that a crash in the middle of reclaiming leaves no row that promises bytes which are gone.
+    An awaited chunk that nothing refers to any more is ABANDONED: bytes may have come unrecorded.
+    Rows from DOOMED on are reclaimed.
+    """
+
+    AWAITED = 0
+    STORED = 1
+    PUBLISHED = 2
+    LOOSE = 3
+    DOOMED = 4
+    ABANDONED = 5
+
+
+PRESENT = (ChunkState.STORED, ChunkState.PUBLISHED, ChunkState.LOOSE)
+
+
+class Base(DeclarativeBase):
+    metadata = MetaData(
+        naming_convention={
+            "pk": "pk_%(table_name)s",
+            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+            "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        }
+    )
+    type_annotation_map = {int: BigKey, str: Text, bytes: LargeBinary}  # noqa: RUF012
+
+
+def _cascade(column: str) -> ForeignKey:
+    return ForeignKey(column, ondelete="CASCADE")
+
+
+class Meta(Base):
+    __tablename__ = "meta"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+
+
+class FingerprintRow(Base):
+    __tablename__ = "fingerprints"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    digest: Mapped[bytes] = mapped_column(unique=True)
+    model_digest: Mapped[bytes] = mapped_column(index=True)
+    sections: Mapped[str]
+
+
+class Chunk(Base):
+    """One row for each namespace, so that no lookup ever touches another's rows (I7)."""
+
+    __tablename__ = "chunks"
+    __table_args__ = (UniqueConstraint("namespace", "digest"), Index(None, "state", "namespace", "size"))
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace: Mapped[str]
+    digest: Mapped[bytes] = mapped_column(index=True)
+    dtype: Mapped[str]
+    shape: Mapped[str]
+    size: Mapped[int]
+    state: Mapped[int] = mapped_column(SmallInteger)
+
+
+class Block(Base):
+    __tablename__ = "blocks"
+    __table_args__ = (UniqueConstraint("namespace", "key"),)
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace: Mapped[str]
+    key: Mapped[bytes]
+    record: Mapped[bytes]
+    start: Mapped[int]
+    stop: Mapped[int]
+
+
+class BlockChunk(Base):
+    __tablename__ = "block_chunks"
+    __table_args__ = (Index(None, "chunk_id", "block_id"), {"sqlite_with_rowid": False})
+
+    block_id: Mapped[int] = mapped_column(_cascade("blocks.id"), primary_key=True)
+    chunk_id: Mapped[int] = mapped_column(ForeignKey("chunks.id"), primary_key=True)
+
+
+class Artifact(Base):
+    __tablename__ = "artifacts"
+    __table_args__ = (
+        UniqueConstraint("namespace", "digest"),
+        Index(None, "namespace", "created_at", "digest"),
+        Index(None, "namespace", "token_count", "digest"),
+        Index(None, "namespace", "total_bytes", "digest"),
+        Index(None, "namespace", "token_head"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    namespace: Mapped[str]
+    digest: Mapped[bytes]
+    fingerprint_id: Mapped[int] = mapped_column(ForeignKey("fingerprints.id"), index=True)
+    token_count: Mapped[int]
+    block_tokens: Mapped[int]
+    block_count: Mapped[int]
+    private_tokens: Mapped[bool]
+    exactness: Mapped[str]
+    parent: Mapped[bytes | None]
+    created_at: Mapped[int]
+    total_bytes: Mapped[int]
+    token_head: Mapped[bytes | None]
+
+
+class ArtifactBlock(Base):
+    __tablename__ = "artifact_blocks"
+    __table_args__ = (Index(None, "block_id", "artifact_id"), {"sqlite_with_rowid": False})
+
+    artifact_id: Mapped[int] = mapped_column(_cascade("artifacts.id"), primary_key=True)
+    position: Mapped[int] = mapped_column(primary_key=True)
+    block_id: Mapped[int] = mapped_column(ForeignKey("blocks.id"))
+
+
+class ArtifactTokenChunk(Base):
+    __tablename__ = "artifact_token_chunks"
+    __table_args__ = (Index(None, "chunk_id", "artifact_id"), {"sqlite_with_rowid": False})
+
+    artifact_id: Mapped[int] = mapped_column(_cascade("artifacts.id"), primary_key=True)
+    chunk_id: Mapped[int] = mapped_column(ForeignKey("chunks.id"), primary_key=True)
+
+
+class ArtifactTokens(Base):
+    """Token ids in parts; ``chain`` commits to all tokens up to a part's end (see `tokens`)."""
+
+    __tablename__ = "artifact_tokens"
+
+    artifact_id: Mapped[int] = mapped_column(_cascade("artifacts.id"), primary_key=True)
+    part: Mapped[int] = mapped_column(primary_key=True)
+    chain: Mapped[bytes]
+    tokens: Mapped[bytes]
+
+
+class Annotation(Base):
+    __tablename__ = "annotations"
+
+    artifact_id: Mapped[int] = mapped_column(_cascade("artifacts.id"), primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+
+
+Index("ix_annotations_name_value", Annotation.name, func.substr(Annotation.value, 1, ANNOTATION_PREFIX))
+
+
+class ArtifactText(Base):
+    """Text for search; the full-text index follows this table by triggers."""
+
+    __tablename__ = "artifact_texts"
+
+    artifact_id: Mapped[int] = mapped_column(_cascade("artifacts.id"), primary_key=True)
+    text: Mapped[str]
+
+
+class Tag(Base):
+    __tablename__ = "tags"
+
+    namespace: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    artifact_id: Mapped[int] = mapped_column(_cascade("artifacts.id"), index=True)
+    updated_at: Mapped[int]
+
+
+class DivergenceRow(Base):
+    __tablename__ = "divergences"
+    __table_args__ = (Index(None, "namespace", "created_at"),)
+
+    namespace: Mapped[str] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(primary_key=True)
+    block_key: Mapped[bytes]
+    stored_record: Mapped[bytes]
+    offered_record: Mapped[bytes]
+    chunks: Mapped[str]
+    created_at: Mapped[int]
+
+
+class PushRecord(Base):
+    """A running push; ``lease`` is how long it lives after it was last heard of, in microseconds."""
+
+    __tablename__ = "pushes"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    namespace: Mapped[str] = mapped_column(index=True)
+    fingerprint: Mapped[str]
+    lease: Mapped[int]
+    expires_at: Mapped[int] = mapped_column(index=True)
+
+
+class PushBlock(Base):
+    __tablename__ = "push_blocks"
+
+    push_id: Mapped[int] = mapped_column(_cascade("pushes.id"), primary_key=True)
+    key: Mapped[bytes] = mapped_column(primary_key=True, index=True)
+    record: Mapped[bytes]
+    document: Mapped[bytes]
+
+
+class PushChunk(Base):
+    __tablename__ = "push_chunks"
+    __table_args__ = (Index(None, "chunk_id", "push_id"), {"sqlite_with_rowid": False})
+
+    push_id: Mapped[int] = mapped_column(_cascade("pushes.id"), primary_key=True)
+    chunk_id: Mapped[int] = mapped_column(ForeignKey("chunks.id"), primary_key=True)
+
+
+class LooseRecord(Base):
+    """A block record that may be in the store although no artifact was published with it, or none is any more."""
+
+    __tablename__ = "loose_records"
+
+    namespace: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[bytes] = mapped_column(primary_key=True)

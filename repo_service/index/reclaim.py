@@ -1,0 +1,92 @@
+"""Freeing what nothing refers to any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, bindparam, delete, exists, select, update
+
+from repo_service.domain.digest import BLAKE3, SHA256, format_digest
+from repo_service.index.dialect import bound, digest_list
+from repo_service.index.models import (
+    Block,
+    Chunk,
+    ChunkState,
+    LooseRecord,
+    PushBlock,
+    PushRecord,
+)
+
+BATCH = 1000
+
+Remove = Callable[[Sequence[tuple[str, str]], Sequence[str]], None]
+"""Removes block records, by (namespace, key), and chunks, by digest, from the store; either may be gone already."""
+
+
+@dataclass(frozen=True)
+class Reclaimed:
+    """One batch: chunks removed whose bytes were there, their bytes, and whether more may be left."""
+
+    chunks: int
+    bytes: int
+    more: bool
+
+
+_OTHER = Chunk.__table__.alias("other")
+_VICTIMS = (
+    select(
+        Chunk.digest,
+        Chunk.size,
+        Chunk.state,
+        # Another namespace that needs the bytes, or is about to send them, keeps them.
+        exists().where(_OTHER.c.digest == Chunk.digest, _OTHER.c.state < ChunkState.DOOMED).label("kept"),
+    )
+    .where(Chunk.state >= ChunkState.DOOMED)
+    .limit(BATCH)
+)
+_DIGESTS = digest_list()
+_FORGET = delete(Chunk).where(Chunk.digest.in_(select(_DIGESTS.c.digest)), Chunk.state >= ChunkState.DOOMED)
+_RECORDS = select(
+    LooseRecord.namespace,
+    LooseRecord.key,
+    (
+        exists().where(Block.namespace == LooseRecord.namespace, Block.key == LooseRecord.key)
+        | exists().where(
+            PushBlock.key == LooseRecord.key,
+            PushRecord.id == PushBlock.push_id,
+            PushRecord.namespace == LooseRecord.namespace,
+        )
+    ).label("kept"),
+).limit(BATCH)
+
+
+def doom(connection: Connection) -> None:
+    """Withdraw the promise of every chunk that nothing refers to; to be durable before any byte goes."""
+    connection.execute(update(Chunk).where(Chunk.state == ChunkState.LOOSE).values(state=ChunkState.DOOMED))
+
+
+def reclaim(connection: Connection, remove: Remove) -> Reclaimed:
+    """Remove one batch from the store and from the index, all under the write lock.
+
+    An offer waits for the lock, then finds no row and is told that the chunk is missing; one that
+    came before has turned the row back to AWAITED, which keeps the bytes.
+    """
+    victims = connection.execute(_VICTIMS).all()
+    records = connection.execute(_RECORDS).all()
+    # Several namespaces may have let go of the same bytes.
+    sizes = {row.digest: row.size for row in victims if not row.kept and row.state == ChunkState.DOOMED}
+    digests = {row.digest for row in victims if not row.kept}
+    keys = [(row.namespace, format_digest(SHA256, row.key)) for row in records if not row.kept]
+    if keys or digests:
+        remove(keys, sorted(format_digest(BLAKE3, digest) for digest in digests))
+    connection.execute(_FORGET, bound([row.digest for row in victims]))
+    if records:
+        # A record that is kept comes back when its artifact or its push goes.
+        connection.execute(
+            delete(LooseRecord).where(
+                LooseRecord.namespace == bindparam("of"), LooseRecord.key == bindparam("loose_key")
+            ),
+            [{"of": row.namespace, "loose_key": row.key} for row in records],
+        )
+    return Reclaimed(len(sizes), sum(sizes.values()), BATCH in (len(victims), len(records)))

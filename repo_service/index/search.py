@@ -1,0 +1,174 @@
+"""Artifacts by conditions, a page at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, func, or_, select
+from sqlalchemy.orm import InstrumentedAttribute
+
+from repo_service.domain.canonical import MAX_INTEGER
+from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
+from repo_service.domain.errors import MalformedRequest
+from repo_service.domain.views import ArtifactPage, ArtifactQuery
+from repo_service.index import times, tokens
+from repo_service.index.cursor import Cursor, Totals
+from repo_service.index.dialect import text_matches
+from repo_service.index.lookup import ARTIFACTS, infos
+from repo_service.index.models import (
+    ANNOTATION_PREFIX,
+    Annotation,
+    Artifact,
+    ArtifactBlock,
+    ArtifactTokenChunk,
+    Block,
+    BlockChunk,
+    Chunk,
+    ChunkState,
+    FingerprintRow,
+    Tag,
+)
+
+_SORTS = {
+    "created_at": Artifact.created_at,
+    "token_count": Artifact.token_count,
+    "total_bytes": Artifact.total_bytes,
+}
+
+
+def query(connection: Connection, wanted: ArtifactQuery) -> ArtifactPage:
+    """One page, in the order of the sort field and then the id.
+
+    Raises
+    ------
+    MalformedRequest, MalformedDigest, InvalidTokens
+    """
+    conditions = _conditions(wanted)
+    sort = _SORTS[wanted.sort]
+    after = [] if wanted.cursor is None else [Cursor.decode(wanted.cursor, wanted)]
+    totals = after[0].totals if after else _totals(connection, wanted.namespace, conditions)
+    page = ARTIFACTS.where(*conditions, *(_beyond(wanted, sort, cursor) for cursor in after))
+    order = (sort.desc(), Artifact.digest.desc()) if wanted.descending else (sort, Artifact.digest)
+    rows = connection.execute(page.order_by(*order).limit(wanted.limit + 1)).all()
+    more, rows = len(rows) > wanted.limit, rows[: wanted.limit]
+    next_cursor = None
+    if more:
+        last = rows[-1]
+        next_cursor = Cursor(getattr(last, wanted.sort), format_digest(SHA256, last.digest), totals).encode(wanted)
+    return ArtifactPage(
+        items=infos(connection, rows),
+        next_cursor=next_cursor,
+        count=totals.count,
+        total_bytes=totals.total_bytes,
+        unique_bytes=totals.unique_bytes,
+    )
+
+
+def _beyond(wanted: ArtifactQuery, sort: InstrumentedAttribute[int], cursor: Cursor) -> ColumnElement[bool]:
+    digest = parse_digest(cursor.artifact_id, SHA256)
+    # The first condition alone is implied by the second; it bounds the scan of the sort's index.
+    if wanted.descending:
+        return and_(sort <= cursor.value, or_(sort < cursor.value, Artifact.digest < digest))
+    return and_(sort >= cursor.value, or_(sort > cursor.value, Artifact.digest > digest))
+
+
+def _totals(connection: Connection, namespace: str, conditions: list[ColumnElement[bool]]) -> Totals:
+    count, total = connection.execute(
+        select(func.count(), func.coalesce(func.sum(Artifact.total_bytes), 0)).where(*conditions)
+    ).one()
+    unique = func.coalesce(func.sum(Chunk.size), 0)
+    if len(conditions) == 1:
+        statement = select(unique).where(Chunk.state == ChunkState.PUBLISHED, Chunk.namespace == namespace)
+    else:
+        statement = select(unique).where(Chunk.id.in_(_chunks_of(select(Artifact.id).where(*conditions))))
+    return Totals(count, total, connection.scalars(statement).one())
+
+
+def _chunks_of(artifacts: Select[int]) -> Any:
+    blocks = select(ArtifactBlock.block_id).where(ArtifactBlock.artifact_id.in_(artifacts))
+    return (
+        select(BlockChunk.chunk_id)
+        .where(BlockChunk.block_id.in_(blocks))
+        .union(select(ArtifactTokenChunk.chunk_id).where(ArtifactTokenChunk.artifact_id.in_(artifacts)))
+    )
+
+
+def _conditions(wanted: ArtifactQuery) -> list[ColumnElement[bool]]:
+    """The conditions on `Artifact`; the first, and if nothing else is asked the only one, is the namespace."""
+    return [Artifact.namespace == wanted.namespace, *_on_properties(wanted), *_on_contents(wanted), *_on_labels(wanted)]
+
+
+def _on_properties(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:
+    if wanted.fingerprint_id is not None:
+        yield _made_with(FingerprintRow.digest == parse_digest(wanted.fingerprint_id, SHA256))
+    if wanted.model_id is not None:
+        yield _made_with(FingerprintRow.model_digest == parse_digest(wanted.model_id, SHA256))
+    if wanted.min_tokens is not None:
+        yield Artifact.token_count >= min(wanted.min_tokens, MAX_INTEGER)
+    if wanted.max_tokens is not None:
+        yield Artifact.token_count <= min(wanted.max_tokens, MAX_INTEGER)
+    if wanted.covers is not None:
+        yield Artifact.token_count >= _stop(wanted.covers)
+    if wanted.exactness is not None:
+        yield Artifact.exactness == wanted.exactness
+    if wanted.created_after is not None:
+        yield Artifact.created_at >= times.to_microseconds(wanted.created_after)
+    if wanted.created_before is not None:
+        yield Artifact.created_at < times.to_microseconds(wanted.created_before)
+
+
+def _on_contents(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:
+    if wanted.block_key is not None:
+        yield Artifact.id.in_(_with_block(wanted.namespace, wanted.block_key))
+    if wanted.chunk is not None:
+        yield Artifact.id.in_(_with_chunk(wanted.namespace, wanted.chunk))
+    if wanted.token_prefix is not None:
+        yield from tokens.begins_with(wanted.token_prefix)
+
+
+def _on_labels(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:
+    if wanted.tag is not None:
+        yield Artifact.id.in_(select(Tag.artifact_id).where(Tag.namespace == wanted.namespace, Tag.name == wanted.tag))
+    for name, value in wanted.annotations.items():
+        yield Artifact.id.in_(_with_annotation(name, value))
+    # FTS5 reads a query only up to a NUL.
+    if wanted.text is not None and (words := wanted.text.replace("\0", " ").split()):
+        yield Artifact.id.in_(text_matches(words))
+
+
+def _made_with(condition: ColumnElement[bool]) -> ColumnElement[bool]:
+    return Artifact.fingerprint_id.in_(select(FingerprintRow.id).where(condition))
+
+
+def _stop(span: tuple[int, int]) -> int:
+    start, stop = span
+    if not 0 <= start < stop:
+        raise MalformedRequest(f"the span {start} to {stop} is not one: it needs 0 <= start < stop")
+    return min(stop, MAX_INTEGER)
+
+
+def _with_block(namespace: str, key: str) -> Select[int]:
+    return (
+        select(ArtifactBlock.artifact_id)
+        .join(Block, Block.id == ArtifactBlock.block_id)
+        .where(Block.namespace == namespace, Block.key == parse_digest(key, SHA256))
+    )
+
+
+def _with_chunk(namespace: str, digest: str) -> Any:
+    chunk = (Chunk.namespace == namespace) & (Chunk.digest == parse_digest(digest, BLAKE3))
+    return (
+        select(ArtifactBlock.artifact_id)
+        .join(BlockChunk, BlockChunk.block_id == ArtifactBlock.block_id)
+        .join(Chunk, Chunk.id == BlockChunk.chunk_id)
+        .where(chunk)
+        .union(select(ArtifactTokenChunk.artifact_id).join(Chunk, Chunk.id == ArtifactTokenChunk.chunk_id).where(chunk))
+    )
+
+
+def _with_annotation(name: str, value: str) -> Select[int]:
+    prefix = func.substr(Annotation.value, 1, ANNOTATION_PREFIX)
+    return select(Annotation.artifact_id).where(
+        Annotation.name == name, prefix == value[:ANNOTATION_PREFIX], Annotation.value == value
+    )

@@ -1,0 +1,43 @@
+"""Counts and bytes of a namespace."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, Select, func, select
+
+from repo_service.domain.views import Stats
+from repo_service.index import times
+from repo_service.index.models import Artifact, Block, Chunk, ChunkState, DivergenceRow, PushRecord, Tag
+
+
+def of(connection: Connection, namespace: str) -> Stats:
+    artifacts = connection.execute(
+        select(
+            func.count().label("artifacts"),
+            func.count(Artifact.fingerprint_id.distinct()).label("fingerprints"),
+            func.coalesce(func.sum(Artifact.token_count), 0).label("tokens"),
+            func.coalesce(func.sum(Artifact.total_bytes), 0).label("bytes"),
+        ).where(Artifact.namespace == namespace)
+    ).one()
+    chunks = connection.execute(
+        select(func.count().label("chunks"), func.coalesce(func.sum(Chunk.size), 0).label("bytes")).where(
+            Chunk.state == ChunkState.PUBLISHED, Chunk.namespace == namespace
+        )
+    ).one()
+
+    def count(statement: Select[int]) -> int:
+        return connection.scalars(statement).one()
+
+    rows = select(func.count())
+    return Stats(
+        namespace=namespace,
+        artifacts=artifacts.artifacts,
+        blocks=count(rows.where(Block.namespace == namespace)),
+        chunks=chunks.chunks,
+        tags=count(rows.where(Tag.namespace == namespace)),
+        fingerprints=artifacts.fingerprints,
+        tokens=artifacts.tokens,
+        total_bytes=artifacts.bytes,
+        unique_bytes=chunks.bytes,
+        divergences=count(rows.where(DivergenceRow.namespace == namespace)),
+        running_pushes=count(rows.where(PushRecord.namespace == namespace, PushRecord.expires_at > times.now())),
+    )

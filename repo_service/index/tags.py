@@ -1,0 +1,59 @@
+"""Tags: movable names for artifacts."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import Connection, delete, select
+
+from repo_service.domain.digest import SHA256, format_digest
+from repo_service.domain.errors import TagNotFound
+from repo_service.domain.views import TagInfo
+from repo_service.index import times
+from repo_service.index.dialect import upsert
+from repo_service.index.models import Artifact, Tag
+from repo_service.index.publishing import require_artifact
+
+
+def of(connection: Connection, namespace: str) -> list[TagInfo]:
+    rows = connection.execute(
+        select(Tag.namespace, Tag.name, Artifact.digest, Tag.updated_at)
+        .join(Artifact, Artifact.id == Tag.artifact_id)
+        .where(Tag.namespace == namespace)
+        .order_by(Tag.name)
+    )
+    return [
+        TagInfo(
+            namespace=row.namespace,
+            name=row.name,
+            artifact_id=format_digest(SHA256, row.digest),
+            updated_at=times.from_microseconds(row.updated_at),
+        )
+        for row in rows
+    ]
+
+
+def set_tag(connection: Connection, namespace: str, name: str, artifact_id: str, updated_at: datetime) -> TagInfo:
+    row_id = require_artifact(connection, namespace, artifact_id)
+    microseconds = times.to_microseconds(updated_at)
+    connection.execute(
+        upsert(Tag, "artifact_id", "updated_at"),
+        {"namespace": namespace, "name": name, "artifact_id": row_id, "updated_at": microseconds},
+    )
+    return TagInfo(
+        namespace=namespace,
+        name=name,
+        artifact_id=artifact_id,
+        updated_at=times.from_microseconds(microseconds),
+    )
+
+
+def delete_tag(connection: Connection, namespace: str, name: str) -> None:
+    if not connection.execute(delete(Tag).where(Tag.namespace == namespace, Tag.name == name)).rowcount:
+        raise tag_not_found(namespace, name)
+
+
+def tag_not_found(namespace: str, name: str) -> TagNotFound:
+    return TagNotFound(
+        f"no tag {name} in the namespace {namespace}: check the name and the namespace", tag=name, namespace=namespace
+    )

@@ -1,0 +1,76 @@
+"""The format marker at the root of every store: what makes a directory a repository."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from repo_service.domain.canonical import canonical_json, parse_loose_json
+from repo_service.domain.errors import KvgraftError, NewerFormat, NotARepository
+from repo_service.services.documents import MARKER
+from repo_service.storage import Store
+from repo_service.version import FORMAT_VERSION
+
+_FORMAT = "kvgraft.repository"
+
+
+def prepare_directory(root: Path, *, create: bool) -> None:
+    """Make ``root`` ready to hold a repository, or refuse it.
+
+    Raises
+    ------
+    NotARepository
+        If the directory is missing and ``create`` is false, is a file, or holds something else.
+    """
+    if root.exists() and not root.is_dir():
+        raise NotARepository(f"{root} is a file; a repository is a directory", path=str(root))
+    if (root / MARKER).exists():
+        return
+    if not create:
+        raise NotARepository(f"there is no repository at {root}", path=str(root))
+    if root.is_dir():
+        foreign = sorted(entry.name for entry in root.iterdir() if entry.name != "tmp")
+        if foreign and not (root / MARKER).exists():
+            raise NotARepository(
+                f"{root} is not a repository and not empty (it holds {foreign[0]}): give an empty or new directory",
+                path=str(root),
+            )
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotARepository(f"{root} can't be created: {error.strerror}", path=str(root)) from error
+
+
+def open_marker(store: Store, where: str) -> str:
+    """Return the repository's id, writing the marker into a new store.
+
+    Raises
+    ------
+    NewerFormat, NotARepository
+    """
+    data = store.get(MARKER)
+    if data is None:
+        marker = {"format": _FORMAT, "version": FORMAT_VERSION, "repository_id": str(uuid.uuid4())}
+        store.put_if_absent(MARKER, canonical_json(marker))
+        data = store.get(MARKER) or b""
+    value = _read(data, where)
+    version = value["version"]
+    if version > FORMAT_VERSION:
+        raise NewerFormat(
+            f"the repository at {where} has format version {version}; this kvgraft reads up to {FORMAT_VERSION}: upgrade kvgraft",
+            found=version,
+            supported=FORMAT_VERSION,
+        )
+    return str(value["repository_id"])
+
+
+def _read(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = parse_loose_json(data, what=MARKER)
+    except KvgraftError as error:
+        raise NotARepository(f"{where} has a damaged {MARKER}: {error.message}") from None
+    match value:
+        case {"format": "kvgraft.repository", "version": int(), "repository_id": str()}:
+            return dict(value)
+    raise NotARepository(f"{where} has a {MARKER} of another kind")

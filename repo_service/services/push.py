@@ -1,0 +1,162 @@
+"""Push: negotiate, receive what is missing, publish (I2, I4)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+
+from typing_extensions import Buffer
+
+from repo_service.domain.digest import chunk_digest, sha256_digest
+from repo_service.domain.errors import ChunksMissing, DigestMismatch, MalformedDocument, SizeMismatch
+from repo_service.domain.errors import Divergence as DivergenceError
+from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.layout import ChunkSpec, Layout
+from repo_service.domain.manifest import MAX_TOKENS, BlockRecord, Manifest, token_chunk_count, token_chunk_spec
+from repo_service.domain.names import check_namespace
+from repo_service.domain.repository import Push
+from repo_service.domain.views import ArtifactInfo, Divergence
+from repo_service.index import Entry, Index
+from repo_service.services.documents import (
+    EntryDocument,
+    block_record_key,
+    chunk_key,
+    divergence_place,
+    manifest_key,
+    seal,
+    unseal,
+)
+from repo_service.services.read import held_chunks, read_tokens
+from repo_service.storage import Store
+
+LEASE = timedelta(hours=1)
+
+_RECORD_WRITERS = 4
+
+
+def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: str) -> LocalPush:
+    """Start a push of an artifact made under ``fingerprint``.
+
+    Raises
+    ------
+    MalformedName, MalformedDocument
+        If the fingerprint describes no layout.
+    """
+    check_namespace(namespace)
+    Layout.of(fingerprint)
+    push_id = uuid.uuid4().hex
+    index.begin_push(push_id, namespace, fingerprint, datetime.now(UTC) + LEASE)
+    return LocalPush(store, index, push_id)
+
+
+class LocalPush(Push):
+    """A push whose whole state is in the index, so that any process can take it up by its id."""
+
+    def __init__(self, store: Store, index: Index, push_id: str) -> None:
+        self.id = push_id
+        self._store = store
+        self._index = index
+
+    def offer(self, records: Sequence[BlockRecord]) -> list[str]:
+        push = self._index.push(self.id)
+        layout = Layout.of(push.fingerprint)
+        specs: dict[str, ChunkSpec] = {}
+        for record in records:
+            record.check(layout)
+            for name, digests in record.chunks.items():
+                specs.update(dict.fromkeys(digests, layout.arrays[name].chunk))
+        offered = self._index.offer(self.id, records, specs)
+        for record, stored_digest in offered.divergent:
+            self._diverged(push.namespace, record, stored_digest)
+        return offered.missing
+
+    def offer_tokens(self, token_count: int, chunks: Sequence[str]) -> list[str]:
+        if not 0 < token_count <= MAX_TOKENS or len(chunks) != token_chunk_count(token_count):
+            raise MalformedDocument(f"{len(chunks)} token chunks for {token_count} tokens")
+        spec = token_chunk_spec(token_count)
+        return self._index.offer(self.id, [], dict.fromkeys(chunks, spec)).missing
+
+    def put(self, digest: str, data: Buffer) -> None:
+        spec = self._index.wanted(self.id, digest)
+        size = memoryview(data).nbytes
+        if size != spec.size:
+            raise SizeMismatch(f"the chunk {digest} must have {spec.size} bytes; {size} came", digest=digest)
+        found = chunk_digest(data, spec.dtype, spec.shape)
+        if found != digest:
+            raise DigestMismatch(f"the bytes sent as {digest} are {found}", digest=digest, found=found)
+        self._store.put(chunk_key(digest), data)
+        self._index.arrived(self.id, digest)
+
+    def commit(self, manifest: Manifest) -> ArtifactInfo:
+        push = self._index.push(self.id)
+        if manifest.fingerprint.id != push.fingerprint.id:
+            raise MalformedDocument(
+                f"the manifest has the fingerprint {manifest.fingerprint.id}; the push began with {push.fingerprint.id}"
+            )
+        keys = [key for key, _ in manifest.blocks]
+        records = [BlockRecord.parse(data) for data in self._index.push_records(self.id, keys)]
+        manifest.check_records(records)
+        missing = self._index.unarrived(self.id, list(held_chunks(manifest, records)))
+        if missing:
+            raise ChunksMissing(
+                f"{len(missing)} chunks have not arrived, the first is {missing[0]}", missing=missing[:1000]
+            )
+        tokens = read_tokens(self._store, manifest)
+        if tokens is not None:
+            manifest.check_keys(records, tokens)
+        with ThreadPoolExecutor(_RECORD_WRITERS) as pool:
+            list(pool.map(lambda record: self._write_record(push.namespace, record), records))
+        self._store.put_if_absent(manifest_key(manifest.id), manifest.data)
+        created_at = self._publish_entry(push.namespace, manifest)
+        info = self._index.publish(Entry(push.namespace, manifest, records, tokens, created_at))
+        self._index.end_push(self.id)
+        return info
+
+    def abort(self) -> None:
+        self._index.end_push(self.id)
+
+    def _write_record(self, namespace: str, record: BlockRecord) -> None:
+        key = block_record_key(namespace, record.key)
+        if self._store.put_if_absent(key, record.data):
+            return
+        stored = self._store.get(key)
+        if stored is not None and stored != record.data:
+            self._diverged(namespace, record, sha256_digest(stored))
+
+    def _publish_entry(self, namespace: str, manifest: Manifest) -> datetime:
+        entry = EntryDocument(namespace=namespace, artifact_id=manifest.id, created_at=datetime.now(UTC))
+        if self._store.put_if_absent(entry.key, seal(entry)):
+            return entry.created_at
+        stored = self._store.get(entry.key)
+        if stored is None:
+            raise ChunksMissing(f"the artifact {manifest.id} was deleted while it was published: push again")
+        return unseal(entry.key, stored, EntryDocument, lambda e: e.key).created_at
+
+    def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> None:
+        """Record a divergence and refuse the push."""
+        stored = self._store.get(block_record_key(namespace, record.key))
+        known = (
+            BlockRecord.parse(stored).chunks if stored is not None and sha256_digest(stored) == stored_digest else {}
+        )
+        divergence = Divergence(
+            id=sha256_digest(f"{record.key} {stored_digest} {record.digest}".encode()).removeprefix("sha256:"),
+            namespace=namespace,
+            block_key=record.key,
+            stored_record=stored_digest,
+            offered_record=record.digest,
+            chunks=sorted(name for name in record.chunks if record.chunks[name] != known.get(name)),
+            created_at=datetime.now(UTC),
+        )
+        self._store.put_if_absent(divergence_place(divergence), seal(divergence))
+        self._index.record_divergence(divergence)
+        raise DivergenceError(
+            f"block {record.start} to {record.stop} ({record.key}) is already stored with other bytes in "
+            f"{', '.join(divergence.chunks)}; nothing was published. Equal fingerprints gave unequal state: "
+            f"look for a nondeterministic kernel, bad memory, or a fingerprint that leaves something out",
+            block_key=record.key,
+            stored_record=stored_digest,
+            offered_record=record.digest,
+            arrays=divergence.chunks,
+        )

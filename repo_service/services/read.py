@@ -1,0 +1,194 @@
+"""Reading: manifests, records and chunks, each verified before it is handed on (I3)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from repo_service.domain.digest import ChunkHasher
+from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, Corrupt, DocumentCorrupt
+from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.manifest import (
+    BlockRecord,
+    Manifest,
+    decode_tokens,
+    require_digest,
+    token_chunk_spec,
+)
+from repo_service.domain.views import StorageReport
+from repo_service.index import Index
+from repo_service.services.documents import block_record_key, chunk_key, manifest_key
+from repo_service.storage import Store
+
+_HOLDINGS_KEPT = 32
+_HOLDINGS_TRUSTED_S = 1.0
+
+
+def read_manifest(store: Store, artifact_id: str) -> Manifest:
+    """Raises
+    ------
+    DocumentCorrupt
+    """
+    data = store.get(manifest_key(artifact_id))
+    if data is None:
+        raise DocumentCorrupt(f"the manifest of {artifact_id} is missing from the store", digest=artifact_id)
+    return Manifest.parse(require_digest(data, artifact_id, "manifest"))
+
+
+def read_records(store: Store, manifest: Manifest, namespace: str) -> list[BlockRecord]:
+    """Raises
+    ------
+    DocumentCorrupt
+    """
+    records = [read_record(store, namespace, key, digest) for key, digest in manifest.blocks]
+    manifest.check_records(records)
+    return records
+
+
+def read_record(store: Store, namespace: str, key: str, digest: str) -> BlockRecord:
+    """Raises
+    ------
+    DocumentCorrupt
+    """
+    data = store.get(block_record_key(namespace, key))
+    if data is None:
+        raise DocumentCorrupt(f"the record of block {key} is missing from the store", block_key=key, digest=digest)
+    return BlockRecord.parse(require_digest(data, digest, "block record"))
+
+
+def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+    """Read a chunk into ``out``, hashing it on the way.
+
+    Raises
+    ------
+    ChunkCorrupt
+    """
+    hasher = ChunkHasher(spec.dtype, spec.shape)
+    size = store.read_into(chunk_key(digest), out[: spec.size], hasher.update)
+    if size is None:
+        raise ChunkCorrupt(f"the chunk {digest} is missing from the store", digest=digest)
+    if size != spec.size:
+        raise ChunkCorrupt(f"the chunk {digest} has {size} bytes; it must have {spec.size}", digest=digest)
+    found = hasher.digest()
+    if found != digest:
+        raise ChunkCorrupt(
+            f"the chunk {digest} reads as {found}: its stored bytes were altered", digest=digest, found=found
+        )
+
+
+def read_tokens(store: Store, manifest: Manifest) -> list[int] | None:
+    """The artifact's token ids, or None where they are private.
+
+    Raises
+    ------
+    ChunkCorrupt
+    """
+    if manifest.tokens is None:
+        return None
+    spec = token_chunk_spec(manifest.token_count)
+    buffer = bytearray(spec.size)
+    tokens: list[int] = []
+    for digest in manifest.tokens:
+        read_chunk(store, digest, spec, memoryview(buffer))
+        tokens.extend(decode_tokens(bytes(buffer)))
+    return tokens[: manifest.token_count]
+
+
+def held_chunks(manifest: Manifest, records: Iterable[BlockRecord]) -> dict[str, ChunkSpec]:
+    """Every chunk of an artifact with the dtype and shape its digest commits to."""
+    specs = {name: array.chunk for name, array in manifest.layout.arrays.items()}
+    held = {digest: specs[name] for r in records for name, digests in r.chunks.items() for digest in digests}
+    for digest in manifest.tokens or ():
+        held[digest] = token_chunk_spec(manifest.token_count)
+    return held
+
+
+@dataclass
+class _Holding:
+    chunks: dict[str, ChunkSpec]
+    checked_at: float
+
+
+class Holdings:
+    """Which chunks an artifact may be asked for (I7).
+
+    An artifact never changes, so its chunks are read once; that it is still published is
+    asked of the index again after a second.
+    """
+
+    def __init__(self, store: Store, index: Index) -> None:
+        self._store = store
+        self._index = index
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, str], _Holding] = OrderedDict()
+
+    def require(self, namespace: str, artifact_id: str, digest: str) -> ChunkSpec:
+        """Raises
+        ------
+        ArtifactNotFound, ChunkNotFound
+        """
+        spec = self._holding(namespace, artifact_id).chunks.get(digest)
+        if spec is None:
+            raise ChunkNotFound(f"the artifact {artifact_id} holds no chunk {digest}", digest=digest)
+        return spec
+
+    def forget(self, namespace: str, artifact_id: str) -> None:
+        with self._lock:
+            self._kept.pop((namespace, artifact_id), None)
+
+    def _holding(self, namespace: str, artifact_id: str) -> _Holding:
+        name = (namespace, artifact_id)
+        with self._lock:
+            holding = self._kept.get(name)
+            if holding is not None and time.monotonic() - holding.checked_at < _HOLDINGS_TRUSTED_S:
+                self._kept.move_to_end(name)
+                return holding
+        try:
+            self._index.artifact(namespace, artifact_id)
+        except BaseException:
+            self.forget(namespace, artifact_id)
+            raise
+        if holding is None:
+            manifest = read_manifest(self._store, artifact_id)
+            holding = _Holding(held_chunks(manifest, read_records(self._store, manifest, namespace)), 0.0)
+        holding.checked_at = time.monotonic()
+        with self._lock:
+            self._kept[name] = holding
+            while len(self._kept) > _HOLDINGS_KEPT:
+                self._kept.popitem(last=False)
+        return holding
+
+
+def check_artifact(store: Store, artifact_id: str, namespace: str, workers: int) -> StorageReport:
+    """Read and hash everything an artifact holds."""
+    try:
+        manifest = read_manifest(store, artifact_id)
+    except Corrupt:
+        return StorageReport(artifact_id=artifact_id, chunks=0, bytes=0, corrupt=[artifact_id])
+    records, corrupt = [], []
+    for key, digest in manifest.blocks:
+        try:
+            records.append(read_record(store, namespace, key, digest))
+        except Corrupt:
+            corrupt.append(digest)
+    held = held_chunks(manifest, records)
+    local = threading.local()
+
+    def damaged(item: tuple[str, ChunkSpec]) -> str | None:
+        digest, spec = item
+        if getattr(local, "size", 0) < spec.size:
+            local.buffer, local.size = bytearray(spec.size), spec.size
+        try:
+            read_chunk(store, digest, spec, memoryview(local.buffer)[: spec.size])
+        except ChunkCorrupt:
+            return digest
+        return None
+
+    with ThreadPoolExecutor(workers) as pool:
+        corrupt += [digest for digest in pool.map(damaged, held.items()) if digest]
+    total = sum(spec.size for spec in held.values())
+    return StorageReport(artifact_id=artifact_id, chunks=len(held), bytes=total, corrupt=corrupt)

@@ -1,0 +1,170 @@
+"""The repository on this machine: every service behind the one interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from repo_service.domain.errors import MalformedUrl
+from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.names import check_namespace, check_tag
+from repo_service.domain.repository import Repository
+from repo_service.domain.views import (
+    ArtifactInfo,
+    ArtifactPage,
+    ArtifactQuery,
+    DeleteReport,
+    Divergence,
+    Match,
+    ReindexReport,
+    RepositoryInfo,
+    Stats,
+    StorageReport,
+    TagInfo,
+)
+from repo_service.index import Index
+from repo_service.services.documents import block_record_key, chunk_key, entry_key, seal, tag_key
+from repo_service.services.marker import open_marker, prepare_directory
+from repo_service.services.push import LocalPush, begin_push
+from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_records
+from repo_service.services.reindex import reindex
+from repo_service.storage import LocalStore, MemoryStore, Store
+from repo_service.version import FORMAT_VERSION, __version__
+
+MEMORY_URL = "memory:"
+
+_CHECK_WORKERS = 2
+
+
+def open_local(url: str, *, create: bool = True) -> LocalRepository:
+    """Open a repository of this machine.
+
+    Parameters
+    ----------
+    url
+        ``file:///path`` or ``memory:``.
+    create
+        Make a new repository if the directory is missing or empty.
+
+    Raises
+    ------
+    MalformedUrl, NotARepository, NewerFormat
+    """
+    if url == MEMORY_URL:
+        return LocalRepository(url, MemoryStore(), Index.open("sqlite://"))
+    root = _directory(url)
+    prepare_directory(root, create=create)
+    store = LocalStore(root)
+    return LocalRepository(url, store, Index.open(f"sqlite:///{root}/index.sqlite"))
+
+
+def _directory(url: str) -> Path:
+    parts = urlsplit(url)
+    if parts.scheme != "file" or parts.netloc not in {"", "localhost"} or parts.query or parts.fragment:
+        raise MalformedUrl(f"{url!r} is not file:///absolute/path", url=url)
+    path = unquote(parts.path)
+    if not path.startswith("/") or "\0" in path or path.strip("/") == "":
+        raise MalformedUrl(f"{url!r} names no directory: file:///absolute/path", url=url)
+    return Path(path)
+
+
+class LocalRepository(Repository):
+    """A store and its index.
+
+    Several processes may open one repository at once, reading and writing.
+    """
+
+    def __init__(self, url: str, store: Store, index: Index) -> None:
+        self.url = url
+        self._store = store
+        self._index = index
+        self._id = open_marker(store, url)
+        self._holdings = Holdings(store, index)
+
+    def info(self) -> RepositoryInfo:
+        return RepositoryInfo(repository_id=self._id, format_version=FORMAT_VERSION, server_version=__version__)
+
+    def begin_push(self, fingerprint: Fingerprint, namespace: str) -> LocalPush:
+        return begin_push(self._store, self._index, fingerprint, namespace)
+
+    def resume_push(self, push_id: str) -> LocalPush:
+        """Take up a push that another process or request began."""
+        return LocalPush(self._store, self._index, push_id)
+
+    def artifact(self, ref: str, namespace: str) -> ArtifactInfo:
+        return self._index.artifact(check_namespace(namespace), ref)
+
+    def manifest(self, ref: str, namespace: str) -> Manifest:
+        return read_manifest(self._store, self.artifact(ref, namespace).id)
+
+    def records(self, manifest: Manifest, namespace: str) -> list[BlockRecord]:
+        return read_records(self._store, manifest, check_namespace(namespace))
+
+    def chunk_spec(self, artifact_id: str, namespace: str, digest: str) -> ChunkSpec:
+        """Dtype and shape of a chunk that the artifact holds.
+
+        Raises
+        ------
+        ArtifactNotFound, ChunkNotFound
+        """
+        return self._holdings.require(check_namespace(namespace), artifact_id, digest)
+
+    def read_chunk(self, artifact_id: str, namespace: str, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+        self.chunk_spec(artifact_id, namespace, digest)
+        read_chunk(self._store, digest, spec, out)
+
+    def match(self, namespace: str, keys: Sequence[str]) -> Match | None:
+        return self._index.match(check_namespace(namespace), keys)
+
+    def query(self, query: ArtifactQuery) -> ArtifactPage:
+        check_namespace(query.namespace)
+        return self._index.query(query)
+
+    def tags(self, namespace: str) -> list[TagInfo]:
+        return self._index.tags(check_namespace(namespace))
+
+    def set_tag(self, namespace: str, name: str, artifact_id: str) -> TagInfo:
+        check_tag(name)
+        artifact = self.artifact(artifact_id, namespace)
+        tag = TagInfo(namespace=namespace, name=name, artifact_id=artifact.id, updated_at=datetime.now(UTC))
+        self._store.put(tag_key(namespace, name), seal(tag))
+        return self._index.set_tag(namespace, name, artifact.id, tag.updated_at)
+
+    def delete_tag(self, namespace: str, name: str) -> None:
+        self._index.delete_tag(check_namespace(namespace), check_tag(name))
+        self._store.delete(tag_key(namespace, name))
+
+    def delete(self, artifact_id: str, namespace: str) -> DeleteReport:
+        artifact = self._index.artifact(check_namespace(namespace), artifact_id)
+        self._store.delete(entry_key(namespace, artifact.id))
+        tags = self._index.unpublish(namespace, artifact.id)
+        for name in tags:
+            self._store.delete(tag_key(namespace, name))
+        self._holdings.forget(namespace, artifact.id)
+        chunks, freed = self._index.reclaim(self._remove)
+        return DeleteReport(artifact_id=artifact.id, tags=tags, chunks=chunks, bytes=freed)
+
+    def _remove(self, records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+        for namespace, key in records:
+            self._store.delete(block_record_key(namespace, key))
+        for digest in chunks:
+            self._store.delete(chunk_key(digest))
+
+    def check(self, ref: str, namespace: str) -> StorageReport:
+        return check_artifact(self._store, self.artifact(ref, namespace).id, namespace, _CHECK_WORKERS)
+
+    def stats(self, namespace: str) -> Stats:
+        return self._index.stats(check_namespace(namespace))
+
+    def divergences(self, namespace: str) -> list[Divergence]:
+        return self._index.divergences(check_namespace(namespace))
+
+    def reindex(self) -> ReindexReport:
+        return reindex(self._store, self._index)
+
+    def close(self) -> None:
+        self._index.close()

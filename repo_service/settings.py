@@ -1,0 +1,56 @@
+"""Settings of the service: from ``KVGRAFT_…`` environment variables, or as arguments."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from repo_service.domain.errors import InvalidInput
+
+Seconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class Settings(BaseSettings):
+    """Everything that configures the service. Use `load_settings` where errors reach a person."""
+
+    model_config = SettingsConfigDict(env_prefix="KVGRAFT_", frozen=True, extra="forbid")
+
+    repository: str = Field("", description="URL of the repository to serve: file:///absolute/path or memory:.")
+    host: str = Field("127.0.0.1", description="Address to listen on; without tokens it must be a loopback address.")
+    port: int = Field(8750, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    insecure_any_host: bool = Field(
+        False, description="Serve addresses other than loopback, and any Host header, although nobody is authenticated."
+    )
+    chunk_transfers: int = Field(
+        6, ge=1, le=1024, description="Chunks in transfer at once; each holds at most 8 MiB of memory."
+    )
+    document_transfers: int = Field(
+        2, ge=1, le=64, description="Manifests and other documents over 256 KiB handled at once, 64 MiB each at most."
+    )
+    queue: int = Field(
+        128, ge=0, le=65536, description="Transfers that may wait for a turn; further ones are answered 503."
+    )
+    queue_seconds: Seconds = Field(30, description="Longest wait for a turn before the answer is 503.")
+    stall_seconds: Seconds = Field(30, description="A transfer that moves no byte for so long is cut.")
+    body_seconds: Seconds = Field(600, description="Deadline for the whole body of one request.")
+    idle_seconds: Seconds = Field(75, description="A connection must send its next whole request header within this.")
+    connections: int = Field(512, ge=1, le=65536, description="Open connections; further ones are answered 503.")
+    shutdown_seconds: int = Field(30, ge=0, le=3600, description="Time for running requests to end after SIGTERM.")
+
+
+def load_settings(**values: Any) -> Settings:
+    """Read the settings; ``values`` go before the environment.
+
+    Raises
+    ------
+    InvalidInput
+        Names the settings that are not valid.
+    """
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        problems = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors()}
+        listed = "; ".join(f"{name} (KVGRAFT_{name.upper()}): {message}" for name, message in problems.items())
+        raise InvalidInput(f"the settings are not valid: {listed}", settings=problems) from None

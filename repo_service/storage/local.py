@@ -1,0 +1,186 @@
+"""A store on a local file system: temp file, fsync, rename, fsync of the directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from typing_extensions import Buffer
+
+from repo_service.domain.errors import StorageFull, Unavailable
+from repo_service.storage.store import Store, check_key, is_key
+
+TEMP = "tmp"
+
+# A piece is hashed while it still lies in the core's cache.
+_PIECE = 512 * 1024
+
+# What opening or removing a file says where no file is.
+_ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class LocalStore(Store):
+    """Objects as files below ``root``; files being written lie in ``root/tmp``.
+
+    Parameters
+    ----------
+    root
+        An existing directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = str(root)
+        self._temp = f"{self._root}/{TEMP}"
+        with _translated(self._temp):
+            _make_directory(self._temp)
+
+    def get(self, key: str) -> bytes | None:
+        path = self._path(key)
+        with _translated(path):
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    return file.readall()
+            except _ABSENT:
+                return None
+
+    def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
+        path = self._path(key)
+        with _translated(path):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except _ABSENT:
+                return None
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    return None
+                position = 0
+                while position < len(out):
+                    piece = out[position : position + _PIECE]
+                    read = os.readv(fd, [piece])
+                    if not read:
+                        return position
+                    seen(piece[:read])
+                    position += read
+                return status.st_size
+            finally:
+                os.close(fd)
+
+    def put(self, key: str, data: Buffer) -> None:
+        path = self._path(key)
+        with _translated(path), self._written(data) as temp:
+            _in_directory(path, lambda: os.replace(temp, path))
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        path = self._path(key)
+        with _translated(path):
+            if not self._is_file(path):
+                with self._written(data) as temp:
+                    try:
+                        _in_directory(path, lambda: os.link(temp, path))
+                        return True
+                    except FileExistsError:
+                        if not self._is_file(path):
+                            raise
+            # Whoever wrote it may not have come to this yet.
+            _sync_directory(os.path.dirname(path))
+        return False
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with _translated(path), suppress(*_ABSENT):
+            os.unlink(path)
+
+    def exists(self, key: str) -> bool:
+        path = self._path(key)
+        with _translated(path):
+            return self._is_file(path)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        top = self._path(prefix)
+        with _translated(top):
+            for directory, names, files in os.walk(top, onerror=_raise_unless_absent):
+                names.sort()
+                relative = os.path.relpath(directory, self._root)
+                yield from filter(is_key, (f"{relative}/{name}" for name in sorted(files)))
+
+    @staticmethod
+    def _is_file(path: str) -> bool:
+        try:
+            return stat.S_ISREG(os.stat(path).st_mode)
+        except _ABSENT:
+            return False
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    @contextmanager
+    def _written(self, data: Buffer) -> Iterator[str]:
+        """A synced temp file with ``data``, gone afterwards unless it was renamed."""
+        temp = f"{self._temp}/{uuid.uuid4().hex}"
+        try:
+            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                rest = memoryview(data).cast("B")
+                while rest:
+                    rest = rest[os.write(fd, rest) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            yield temp
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temp)
+
+
+def _raise_unless_absent(error: OSError) -> None:
+    if not isinstance(error, _ABSENT):
+        raise error
+
+
+def _in_directory(path: str, place: Callable[[], None]) -> None:
+    directory = os.path.dirname(path)
+    try:
+        place()
+    except FileNotFoundError:
+        _make_directory(directory)
+        place()
+    _sync_directory(directory)
+
+
+def _make_directory(path: str) -> None:
+    """Create a directory and those above it, each durable in its parent."""
+    if os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    _make_directory(parent)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    _sync_directory(parent)
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _translated(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise StorageFull(
+                f"no space is left to write {path}: free some or move the repository to a larger disk", path=path
+            ) from error
+        raise Unavailable(f"the file system refused {path}: {error.strerror}", path=path) from error

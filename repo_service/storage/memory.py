@@ -1,0 +1,51 @@
+"""A store in this process's memory, for tests and for trying things out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from typing_extensions import Buffer
+
+from repo_service.storage.store import Store, check_key
+
+
+class MemoryStore(Store):
+    def __init__(self) -> None:
+        self._objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes | None:
+        return self._objects.get(check_key(key))
+
+    def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
+        data = self.get(key)
+        if data is None:
+            return None
+        piece = out[: len(data)]
+        piece[:] = data[: len(piece)]
+        seen(piece)
+        return len(data)
+
+    def put(self, key: str, data: Buffer) -> None:
+        with self._lock:
+            self._objects[check_key(key)] = bytes(data)
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        with self._lock:
+            if check_key(key) in self._objects:
+                return False
+            self._objects[key] = bytes(data)
+            return True
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._objects.pop(check_key(key), None)
+
+    def exists(self, key: str) -> bool:
+        return check_key(key) in self._objects
+
+    def list(self, prefix: str) -> Iterator[str]:
+        with self._lock:
+            keys = sorted(key for key in self._objects if key.startswith(f"{check_key(prefix)}/"))
+        return iter(keys)

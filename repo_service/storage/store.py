@@ -1,0 +1,89 @@
+"""The storage contract. Every backend passes ``tests/test_storage.py``."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from typing_extensions import Buffer
+
+from repo_service.domain.errors import InvalidInput
+
+_SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
+_KEY = re.compile(rf"(?!tmp(/|\Z)){_SEGMENT}(/{_SEGMENT})*", re.ASCII)
+
+MAX_KEY_CHARACTERS = 512
+
+
+def is_key(key: str) -> bool:
+    """True for a valid key.
+
+    A key is 1 to 512 characters of segments joined by ``/``; a segment is 1 to 255 letters, digits,
+    ``.``, ``_`` and ``-``, beginning with a letter, a digit or ``_``. The first segment is not
+    ``tmp``, which is the backends' own. No key can leave the store.
+    """
+    return len(key) <= MAX_KEY_CHARACTERS and _KEY.fullmatch(key) is not None
+
+
+def check_key(key: str) -> str:
+    """Return a valid key unchanged.
+
+    Raises
+    ------
+    InvalidInput
+    """
+    if not is_key(key):
+        raise InvalidInput(f"{key[:100]!r} is not a storage key", key=key[:100])
+    return key
+
+
+class Store(ABC):
+    """Objects by key.
+
+    An object is seen whole or not at all, whatever happens to the process that writes it, and is
+    durable once a put has returned. Objects are small enough for memory (chunks of at most 8 MiB,
+    documents). Methods may be called from any thread and from several processes. Callers keep to
+    trees: no object's key is, in whole segments, the beginning of another's; a backend may refuse
+    such a key as `Unavailable`, and finds nothing under it.
+
+    Failures: `StorageFull` when there is no space, `Unavailable` for any other fault of the
+    backend, `InvalidInput` for a key outside the grammar.
+    """
+
+    @abstractmethod
+    def get(self, key: str) -> bytes | None:
+        """The object, or None if there is none."""
+
+    @abstractmethod
+    def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
+        """Read an object into ``out``, handing each piece to ``seen`` in order while it is in cache.
+
+        Returns the object's size in bytes, or None if there is no object. An object larger than
+        ``out`` fills it; the size returned says so.
+        """
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer) -> None:
+        """Write or replace an object."""
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        """Write an object unless the key exists, as one atomic step; returns False if it does.
+
+        Either way the object under the key is durable when this returns.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove an object; removing what is not there is no error."""
+
+    @abstractmethod
+    def exists(self, key: str) -> bool: ...
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[str]:
+        """Keys below ``prefix`` (whole segments), in a stable order. For rebuilding and scrubbing; never on a read path.
+
+        What is in the backend under no valid key is passed over.
+        """
