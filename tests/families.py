@@ -113,7 +113,7 @@ def _mixtral() -> PreTrainedConfig:
 
 
 def _qwen3_moe() -> PreTrainedConfig:
-    return Qwen3MoeConfig(**_SIZES, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    return Qwen3MoeConfig(**_SIZES, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
 
 
 def _olmoe() -> PreTrainedConfig:
@@ -224,8 +224,10 @@ def build(name: str, dtype: torch.dtype, attn_implementation: str, seed: int = 0
     head = {"t5": AutoModelForSeq2SeqLM, "bert": AutoModelForMaskedLM}.get(name, AutoModelForCausalLM)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = head.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
-    return model.eval().requires_grad_(False)
+        model: PreTrainedModel = head.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    model.requires_grad_(False)
+    model.eval()
+    return model
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -233,7 +235,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<pad>", "<bos>", "<eos>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     space_and_common_letters = "Ġetaoinshrdlucmf"
-    pairs = list(islice(product(space_and_common_letters, repeat=2), VOCAB_SIZE - len(special) - len(alphabet)))
+    letter_pairs = product(space_and_common_letters, space_and_common_letters)
+    pairs = list(islice(letter_pairs, VOCAB_SIZE - len(special) - len(alphabet)))
     tokens = [*special, *alphabet, *(first + second for first, second in pairs)]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

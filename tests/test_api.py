@@ -163,9 +163,9 @@ def test_equal_keys_with_other_bytes_are_a_conflict(service: Service) -> None:
     made = artifact(tokens)
     push_over_http(service, made, "/v1/namespaces/divergent")
     manifest, records, _ = artifact(tokens, seed=1)
-    push = service.json(
-        "POST", "/v1/namespaces/divergent/pushes", {"fingerprint": manifest.fingerprint.sections}, 201
-    )["id"]
+    push = service.json("POST", "/v1/namespaces/divergent/pushes", {"fingerprint": manifest.fingerprint.sections}, 201)[
+        "id"
+    ]
     answer = service.json("POST", f"/v1/pushes/{push}/blocks", {"records": [json.loads(records[0].data)]}, 409)
     assert answer["error"]["code"] == "block_divergence"
     assert answer["error"]["details"]["block_key"] == records[0].key
@@ -259,7 +259,7 @@ def test_refusals_of_http_itself_have_the_one_error_shape(
 def test_an_unexpected_exception_is_logged_and_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: LocalRepository) -> None:
+    def fail(_: LocalRepository) -> None:
         raise ZeroDivisionError("a secret")
 
     monkeypatch.setattr(LocalRepository, "info", fail)
@@ -279,7 +279,8 @@ def test_openapi_describes_every_route_with_bodies_and_errors(service: Service) 
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             name = f"{method} {path}"
-            assert operation["summary"] and operation["description"], name
+            assert operation.get("summary"), name
+            assert operation.get("description"), name
             described = {p["name"] for p in operation.get("parameters", []) if p["in"] == "path"}
             assert described == set(re.findall(r"\{(\w+)", path)), name
             assert "requestBody" in operation or method != "put", name
@@ -295,7 +296,8 @@ def test_the_document_names_exactly_the_routes_of_the_application(service: Servi
     in_namespaces = {(method, path.removeprefix(below)) for method, path in served if path.startswith(below)}
     section = DOCUMENT.read_text().split("## Namespaces")[1]
     assert in_namespaces == {
-        (method, path.removeprefix("/v1")) for method, path in re.findall(r"^### `(\w+) (/\S*)`$", section, re.MULTILINE)
+        (method, path.removeprefix("/v1"))
+        for method, path in re.findall(r"^### `(\w+) (/\S*)`$", section, re.MULTILINE)
     }
 
 

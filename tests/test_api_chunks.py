@@ -84,7 +84,7 @@ def test_what_the_client_has_is_not_sent_again(service: Service, path: str) -> N
 
 def test_etags_are_the_digests_and_the_id(service: Service) -> None:
     assert service.request("GET", CHUNK).headers["etag"] == f'"{DIGEST}"'
-    assert service.request("GET", f"/v1/artifacts/latest/manifest").headers["etag"] == f'"{MADE[0].id}"'
+    assert service.request("GET", "/v1/artifacts/latest/manifest").headers["etag"] == f'"{MADE[0].id}"'
 
 
 def test_through_a_tag_nothing_is_immutable(service: Service) -> None:
@@ -112,7 +112,9 @@ def test_zarr_keys_and_their_heads(service: Service) -> None:
             assert head.headers[name] == whole.headers[name]
 
 
-@pytest.mark.parametrize("key", ["", "zarr", ".zarray", "full/k/c/9/0/0/0/0", "full/k/c/0", "../zarr.json", "full//k/zarr.json"])
+@pytest.mark.parametrize(
+    "key", ["", "zarr", ".zarray", "full/k/c/9/0/0/0/0", "full/k/c/0", "../zarr.json", "full//k/zarr.json"]
+)
 def test_keys_outside_the_hierarchy_are_not_found(service: Service, key: str) -> None:
     assert service.error("GET", f"{ZARR}/{key.replace('..', '%2e%2e')}") == (404, "not_found")
 

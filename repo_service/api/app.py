@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, FastAPI
+from typing import Any
+
+from fastapi import FastAPI
 
 from repo_service.api import artifact_routes, chunk_routes, push_routes, service_routes
-from repo_service.api.context import Context, namespace_in_path
+from repo_service.api.context import NAMESPACE_PARAMETER, Context
 from repo_service.api.errors import ErrorAnswer, error_answers, install_error_handlers
 from repo_service.api.loopback import LoopbackOnly
 from repo_service.domain.errors import KvgraftError, MalformedRequest
@@ -17,9 +19,20 @@ _DESCRIPTION = """A repository of byte-exact KV artifacts. Routes below `/v1` wi
 namespace `default`. Every error is `{"error": {"code", "message", "details"}}` with a stable code."""
 
 
+class _Application(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        described = self.openapi_schema is not None
+        schema = super().openapi()
+        if not described:
+            for path, operations in schema["paths"].items():
+                for operation in operations.values() if "{namespace}" in path else ():
+                    operation.setdefault("parameters", []).insert(0, NAMESPACE_PARAMETER)
+        return schema
+
+
 def create_app(repository: LocalRepository, settings: Settings) -> FastAPI:
     """The application over an open repository, which stays the caller's to close."""
-    app = FastAPI(
+    app = _Application(
         title="kvgraft",
         version=__version__,
         description=_DESCRIPTION,
@@ -36,11 +49,10 @@ def create_app(repository: LocalRepository, settings: Settings) -> FastAPI:
     install_error_handlers(app)
     if not settings.insecure_any_host:
         app.add_middleware(LoopbackOnly)
-    app.include_router(service_routes.router)
-    app.include_router(push_routes.router, prefix="/v1")
-    in_namespace = APIRouter()
+    # Routes are tried in order: those that are asked most come first.
     for router in chunk_routes.router, push_routes.begin_router, artifact_routes.router:
-        in_namespace.include_router(router)
-    app.include_router(in_namespace, prefix="/v1")
-    app.include_router(in_namespace, prefix="/v1/namespaces/{namespace}", dependencies=[Depends(namespace_in_path)])
+        app.include_router(router, prefix="/v1/namespaces/{namespace}")
+        app.include_router(router, prefix="/v1")
+    app.include_router(push_routes.router, prefix="/v1")
+    app.include_router(service_routes.router)
     return app

@@ -78,7 +78,7 @@ def get_manifest(request: Request, context: ContextOf, namespace: Namespace, ref
     """The manifest's canonical bytes."""
     manifest = context.repository.manifest(ref, namespace)
     cache = IMMUTABLE if ref == manifest.id else REVALIDATED
-    return document_answer(request, manifest.data, etag(manifest.id), {"Cache-Control": cache})
+    return document_answer(request, manifest.data, etag(manifest.id), cache)
 
 
 @router.get(

@@ -22,8 +22,9 @@ class BoundedConnection(HttpToolsProtocol):
     """A connection that ends when its peer takes too long.
 
     A peer must send a whole request header within ``idle_seconds`` of connecting or of the last
-    answer, and take some of what is written to it within ``stall_seconds``. Aborting, not closing:
-    a closed connection would keep what a stalled reader has not taken.
+    answer, take some of what is written to it in every ``stall_seconds``, and all of it within
+    ``body_seconds``. Aborting, not closing: a closed connection would keep what a stalled reader
+    has not taken.
     """
 
     settings: Settings
@@ -32,6 +33,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._silence: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._deadline = 0.0
+        self._unsent = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,12 +59,24 @@ class BoundedConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        _cancel(self._stall)
-        self._stall = self.loop.call_later(self.settings.stall_seconds, self.transport.abort)
+        self._deadline = self.loop.time() + self.settings.body_seconds
+        self._unsent = self.transport.get_write_buffer_size()
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         _cancel(self._stall)
         super().resume_writing()
+
+    def _watch_reader(self) -> None:
+        _cancel(self._stall)
+        self._stall = self.loop.call_later(self.settings.stall_seconds, self._check_reader)
+
+    def _check_reader(self) -> None:
+        unsent, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        if self._unsent < unsent and self.loop.time() < self._deadline:
+            self._watch_reader()
+        else:
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, MalformedRequest(f"{msg} It is not HTTP/1.1."))

@@ -57,20 +57,32 @@ class Context:
         return view
 
 
-async def _context(request: Request) -> Context:
+def context_of(request: Request) -> Context:
     context: Context = request.app.state.context
     return context
 
 
-async def _namespace(request: Request) -> str:
+def namespace_of(request: Request) -> str:
+    """The namespace in the path, or the default one; the repository checks its grammar."""
     return str(request.path_params.get("namespace", DEFAULT_NAMESPACE))
 
 
-async def namespace_in_path(
-    namespace: Annotated[str, Path(description="Namespace: 1 to 63 of a-z 0-9 . _ -.")],
-) -> None:
-    """Declares the path parameter that `Namespace` reads."""
+async def _context(request: Request) -> Context:
+    return context_of(request)
 
+
+async def _namespace(request: Request) -> str:
+    return namespace_of(request)
+
+
+# The parameter that `namespace_of` reads, for OpenAPI.
+NAMESPACE_PARAMETER = {
+    "name": "namespace",
+    "in": "path",
+    "required": True,
+    "description": "Namespace: 1 to 63 of a-z 0-9 . _ -, beginning with a letter or digit.",
+    "schema": {"type": "string"},
+}
 
 ContextOf = Annotated[Context, Depends(_context)]
 Namespace = Annotated[str, Depends(_namespace)]

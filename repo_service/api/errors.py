@@ -53,6 +53,7 @@ STATUS: Mapping[str, int] = {
     "unsupported_model": 409,
     "weights_changed": 409,
     "inexact_replay": 409,
+    "model_unavailable": 409,
 }
 
 # Refusals of HTTP itself, which the library has no error for.

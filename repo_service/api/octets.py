@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from anyio import to_thread
 from fastapi import Request, Response
@@ -22,9 +23,6 @@ REVALIDATED = "private, no-cache"
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 _RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})", re.ASCII)
-
-# A reader must take this much within the server's stall limit, or is cut.
-_PIECE = 2**20
 
 # Twice what the server's write buffer may hold when it lets a sender go on.
 _TAIL = 128 * 1024
@@ -71,6 +69,26 @@ def _part(first: str, last: str, size: int) -> range | None:
     return range(max(0, size - int(last)), size) if last else None
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk that may be asked for.
+
+    Parameters
+    ----------
+    digest, size
+        What the client is to get; bytes.
+    read
+        Reads it, verified, into memory of that size.
+    cache
+        The answer's ``Cache-Control``.
+    """
+
+    digest: str
+    size: int
+    read: Callable[[memoryview], None]
+    cache: str
+
+
 class ChunkResponse(Response):
     """A chunk, or part of one, in lent memory that goes back once nothing refers to it."""
 
@@ -82,55 +100,57 @@ class ChunkResponse(Response):
         self._loan = loan
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        head = max(0, len(self._data) - _TAIL)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            head = max(0, len(self._data) - _TAIL)
-            for start in range(0, head, _PIECE):
-                await _send(send, self._data[start : min(start + _PIECE, head)])
+            await send({"type": "http.response.body", "body": self._data[:head], "more_body": True})
             # The server's write buffer may still refer to what was sent last, so that is a copy:
             # when the empty piece is through, nothing refers to the lent memory.
-            await _send(send, bytes(self._data[head:]))
-            await _send(send, b"", more=False)
+            await send({"type": "http.response.body", "body": bytes(self._data[head:]), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except BaseException:
             self._loan.discard()
             raise
         self._loan.give_back()
 
 
-async def _send(send: Send, piece: bytes | memoryview, *, more: bool = True) -> None:
-    await send({"type": "http.response.body", "body": piece, "more_body": more})
+async def chunk_answer(request: Request, context: Context, find: Callable[[], Chunk | Response]) -> Response:
+    """Answer with the chunk that ``find`` gives, read and verified whole before any byte goes out.
 
-
-async def chunk_answer(
-    request: Request,
-    context: Context,
-    digest: str,
-    size: int,
-    headers: Mapping[str, str],
-    read: Callable[[memoryview], None],
-) -> Response:
-    """Answer with a chunk of ``size`` bytes, read and verified whole by ``read`` before any byte goes out."""
-    tag = etag(digest)
-    headers = {"ETag": tag, **headers}
-    if is_fresh(request, tag):
-        return Response(status_code=304, headers=headers)
-    if request.method == "HEAD":
-        return head_answer(size, OCTETS, headers)
-    status, part, headers = select(request, size, tag, headers)
+    All that may wait for a disk happens in one visit to a worker thread; ``find`` may also give
+    another answer.
+    """
     loan = await context.buffers.take()
     try:
-        await to_thread.run_sync(read, loan.memory[:size], limiter=context.chunk_threads)
+        answer = await to_thread.run_sync(_chunk_answer, request, loan, find, limiter=context.chunk_threads)
     except BaseException:
         loan.give_back()
         raise
+    if not isinstance(answer, ChunkResponse):
+        loan.give_back()
+    return answer
+
+
+def _chunk_answer(request: Request, loan: Loan, find: Callable[[], Chunk | Response]) -> Response:
+    chunk = find()
+    if isinstance(chunk, Response):
+        return chunk
+    tag = etag(chunk.digest)
+    headers: Mapping[str, str] = {"ETag": tag, "Cache-Control": chunk.cache}
+    if is_fresh(request, tag):
+        return Response(status_code=304, headers=headers)
+    if request.method == "HEAD":
+        return head_answer(chunk.size, OCTETS, headers)
+    status, part, headers = select(request, chunk.size, tag, headers)
+    chunk.read(loan.memory[: chunk.size])
     return ChunkResponse(loan.memory[part.start : part.stop], loan, status, headers)
 
 
 def document_answer(
-    request: Request, data: bytes, tag: str, headers: Mapping[str, str], media_type: str = "application/json"
+    request: Request, data: bytes, tag: str, cache: str, media_type: str = "application/json"
 ) -> Response:
     """Answer with a document held in memory."""
-    headers = {"ETag": tag, **headers}
+    headers: Mapping[str, str] = {"ETag": tag, "Cache-Control": cache}
     if is_fresh(request, tag):
         return Response(status_code=304, headers=headers)
     if request.method == "HEAD":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from pydantic import Field
@@ -11,7 +12,7 @@ from pydantic import Field
 from repo_service.domain.errors import InvalidInput
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.names import check_namespace, check_tag, is_artifact_reference
-from repo_service.domain.repository import Push, Repository
+from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactInfo, View
 from repo_service.services.read import held_chunks
 
@@ -90,30 +91,28 @@ def copy_artifact(
             source.read_chunk(manifest.id, source_namespace, digest, held[digest], buffer)
             push.put(digest, buffer)
 
-        _Moves(held, missing, progress).run(move, workers)
+        moves = _Moves(held, missing, progress)
+        moves.run(move, workers)
         info = push.commit(manifest)
     if tag is not None:
         destination.set_tag(destination_namespace, tag, info.id)
         info = destination.artifact(info.id, destination_namespace)
-    return CopyReport(
-        artifact=info,
-        chunks_sent=len(missing),
-        bytes_sent=sum(held[digest].size for digest in missing),
-        bytes_total=sum(spec.size for spec in held.values()),
-    )
+    return CopyReport(artifact=info, chunks_sent=moves.chunks, bytes_sent=moves.bytes, bytes_total=moves.total)
 
 
 class _Moves:
     """Chunks shared out among threads, each of which has one buffer for all of its chunks."""
 
-    def __init__(self, held: Mapping[str, ChunkSpec], missing: Iterable[str], progress: Progress | None) -> None:
-        self._held = held
+    def __init__(self, held: Mapping[str, ChunkSpec], missing: Container[str], progress: Progress | None) -> None:
         # In the artifact's order, which is that of the source's disk.
-        wanted = set(missing)
-        self._waiting = iter([digest for digest in held if digest in wanted])
-        self._total = sum(spec.size for spec in held.values())
-        self._done = self._total - sum(held[digest].size for digest in wanted)
-        self._largest = max((held[digest].size for digest in wanted), default=0)
+        self._waiting = deque(digest for digest in held if digest in missing)
+        sizes = [held[digest].size for digest in self._waiting]
+        self.chunks = len(sizes)
+        self.bytes = sum(sizes)
+        self.total = sum(spec.size for spec in held.values())
+        self._largest = max(sizes, default=0)
+        self._done = self.total - self.bytes
+        self._held = held
         self._progress = progress
         self._lock = threading.Lock()
         self._report(0)
@@ -141,14 +140,14 @@ class _Moves:
 
     def _take(self) -> str | None:
         with self._lock:
-            return next(self._waiting, None)
+            return self._waiting.popleft() if self._waiting else None
 
     def _stop(self) -> None:
         with self._lock:
-            self._waiting = iter([])
+            self._waiting.clear()
 
     def _report(self, size: int) -> None:
         with self._lock:
             self._done += size
             if self._progress is not None:
-                self._progress("bytes", self._done, self._total)
+                self._progress("bytes", self._done, self.total)

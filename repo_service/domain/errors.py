@@ -34,6 +34,7 @@
     │   └── ServiceError         an answer from the service that no client understands
     ├── AccessDenied             a request without the rights it needs
     ├── PortInUse
+    ├── ModelUnavailable         a model that can't be had: not found, altered, or not convertible
     └── ExactnessError
         ├── FingerprintMismatch  names the differing fields (I1)
         ├── UnsupportedModel     a model or cache kind that can't be grafted exactly
@@ -191,6 +192,10 @@ class AccessDenied(KvgraftError):
 
 class PortInUse(KvgraftError):
     code = "port_in_use"
+
+
+class ModelUnavailable(KvgraftError):
+    code = "model_unavailable"
 
 
 class ExactnessError(KvgraftError):

@@ -26,6 +26,9 @@ DTYPE_BYTES = {
     "uint32": 4,
 }
 
+# Names with another meaning beside the groups: the token ids, and an export's own folder.
+RESERVED_NAMES = ("tokens", "kvgraft")
+
 GROUP_KINDS = ("full", "sliding", "latent", "recurrent")
 
 
@@ -206,6 +209,8 @@ def _read_group(value: Any, block_tokens: int) -> LayerGroup:
             raise MalformedDocument(f"not a layer group: {str(value)[:100]}")
     if kind not in GROUP_KINDS:
         raise MalformedDocument(f"the layer group {name!r} has the unknown kind {kind!r}")
+    if name in RESERVED_NAMES:
+        raise MalformedDocument(f"a layer group can't be named {name!r}")
     if not _is_array_name(name):
         raise MalformedDocument(f"{name[:100]!r} is not a layer group's name: 1 to 32 of a-z 0-9 -")
     if window is not None and not (_is_index(window) and 0 < window <= MAX_DIMENSION):

@@ -51,7 +51,9 @@ def encode_tokens(tokens: Iterable[int]) -> bytes:
     values = list(tokens)
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKEN_ID:
-            raise InvalidTokens(f"{str(value)[:40]} is not a token id: an integer from 0 to {MAX_TOKEN_ID}")
+            large = isinstance(value, int) and value.bit_length() > 64
+            shown = f"an integer of {value.bit_length()} bits" if large else str(value)[:40]
+            raise InvalidTokens(f"{shown} is not a token id: an integer from 0 to {MAX_TOKEN_ID}")
     encoded = array("I", values)
     _little_endian(encoded)
     return encoded.tobytes()

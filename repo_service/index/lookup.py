@@ -70,6 +70,8 @@ def artifact(connection: Connection, namespace: str, ref: str) -> ArtifactInfo:
 
 def infos(connection: Connection, rows: Sequence[Row[*tuple[Any, ...]]]) -> list[ArtifactInfo]:
     """The views of `ARTIFACTS` rows, with their annotations and tags."""
+    if not rows:
+        return []
     ids = [row.id for row in rows]
     annotations: dict[int, dict[str, str]] = {row_id: {} for row_id in ids}
     for note in connection.execute(select(*Annotation.__table__.columns).where(Annotation.artifact_id.in_(ids))):
@@ -143,11 +145,11 @@ def _by_reference(namespace: str, ref: str) -> Select[*tuple[Any, ...]]:
 
 
 def _held_statement() -> Select[str, str]:
-    in_block = exists().where(
-        BlockChunk.chunk_id == Chunk.id,
-        ArtifactBlock.block_id == BlockChunk.block_id,
-        ArtifactBlock.artifact_id == Artifact.id,
+    # Nested, so that the few blocks of the chunk are looked at and not the many of the artifact.
+    of_artifact = exists().where(
+        ArtifactBlock.block_id == BlockChunk.block_id, ArtifactBlock.artifact_id == Artifact.id
     )
+    in_block = exists().where(BlockChunk.chunk_id == Chunk.id, of_artifact.correlate(BlockChunk, Artifact))
     in_tokens = exists().where(ArtifactTokenChunk.artifact_id == Artifact.id, ArtifactTokenChunk.chunk_id == Chunk.id)
     return (
         select(Chunk.dtype, Chunk.shape)

@@ -8,8 +8,10 @@ published artifact of its namespace refers to it.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 from sqlalchemy import (
+    ColumnElement,
     ForeignKey,
     Index,
     LargeBinary,
@@ -18,13 +20,11 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     func,
+    literal_column,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from repo_service.index.dialect import BigKey
-
-ANNOTATION_PREFIX = 64
-"""Characters of an annotation's value that its index holds; PostgreSQL limits the size of an index row."""
 
 
 class ChunkState(IntEnum):
@@ -176,7 +176,12 @@ class Annotation(Base):
     value: Mapped[str]
 
 
-Index("ix_annotations_name_value", Annotation.name, func.substr(Annotation.value, 1, ANNOTATION_PREFIX))
+def annotation_head(value: Any) -> ColumnElement[str]:
+    """What the index holds of an annotation's value; PostgreSQL limits the size of an index row."""
+    return func.substr(value, literal_column("1"), literal_column("64"), type_=Text)
+
+
+Index("ix_annotations_name_value", Annotation.name, annotation_head(Annotation.value))
 
 
 class ArtifactText(Base):

@@ -17,7 +17,6 @@ from repo_service.index.cursor import Cursor, Totals
 from repo_service.index.dialect import text_matches
 from repo_service.index.lookup import ARTIFACTS, infos
 from repo_service.index.models import (
-    ANNOTATION_PREFIX,
     Annotation,
     Artifact,
     ArtifactBlock,
@@ -28,6 +27,7 @@ from repo_service.index.models import (
     ChunkState,
     FingerprintRow,
     Tag,
+    annotation_head,
 )
 
 _SORTS = {
@@ -95,11 +95,30 @@ def _chunks_of(artifacts: Select[int]) -> Any:
 
 
 def _conditions(wanted: ArtifactQuery) -> list[ColumnElement[bool]]:
-    """The conditions on `Artifact`; the first, and if nothing else is asked the only one, is the namespace."""
-    return [Artifact.namespace == wanted.namespace, *_on_properties(wanted), *_on_contents(wanted), *_on_labels(wanted)]
+    """The conditions on `Artifact`; if nothing is asked there is only one, the namespace."""
+    listed = [Artifact.id.in_(ids) for ids in _listings(wanted)]
+    # Ids that are listed are few: they, and no index on the namespace, are to lead the search.
+    namespace = Artifact.namespace.concat("") if listed else Artifact.namespace
+    return [namespace == wanted.namespace, *listed, *_properties(wanted)]
 
 
-def _on_properties(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:
+def _listings(wanted: ArtifactQuery) -> Iterator[Any]:
+    """Conditions that are met by the artifacts whose ids another table lists."""
+    if wanted.block_key is not None:
+        yield _with_block(wanted.namespace, wanted.block_key)
+    if wanted.chunk is not None:
+        yield _with_chunk(wanted.namespace, wanted.chunk)
+    if wanted.tag is not None:
+        yield select(Tag.artifact_id).where(Tag.namespace == wanted.namespace, Tag.name == wanted.tag)
+    for name, value in wanted.annotations.items():
+        yield _with_annotation(name, value)
+    # FTS5 reads a query only up to a NUL.
+    if wanted.text is not None and (words := wanted.text.replace("\0", " ").split()):
+        yield text_matches(words)
+
+
+def _properties(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:
+    """Conditions on the artifact's own row."""
     if wanted.fingerprint_id is not None:
         yield _made_with(FingerprintRow.digest == parse_digest(wanted.fingerprint_id, SHA256))
     if wanted.model_id is not None:
@@ -110,31 +129,14 @@ def _on_properties(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:
         yield Artifact.token_count <= min(wanted.max_tokens, MAX_INTEGER)
     if wanted.covers is not None:
         yield Artifact.token_count >= _stop(wanted.covers)
+    if wanted.token_prefix is not None:
+        yield from tokens.begins_with(wanted.token_prefix)
     if wanted.exactness is not None:
         yield Artifact.exactness == wanted.exactness
     if wanted.created_after is not None:
         yield Artifact.created_at >= times.to_microseconds(wanted.created_after)
     if wanted.created_before is not None:
         yield Artifact.created_at < times.to_microseconds(wanted.created_before)
-
-
-def _on_contents(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:
-    if wanted.block_key is not None:
-        yield Artifact.id.in_(_with_block(wanted.namespace, wanted.block_key))
-    if wanted.chunk is not None:
-        yield Artifact.id.in_(_with_chunk(wanted.namespace, wanted.chunk))
-    if wanted.token_prefix is not None:
-        yield from tokens.begins_with(wanted.token_prefix)
-
-
-def _on_labels(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:
-    if wanted.tag is not None:
-        yield Artifact.id.in_(select(Tag.artifact_id).where(Tag.namespace == wanted.namespace, Tag.name == wanted.tag))
-    for name, value in wanted.annotations.items():
-        yield Artifact.id.in_(_with_annotation(name, value))
-    # FTS5 reads a query only up to a NUL.
-    if wanted.text is not None and (words := wanted.text.replace("\0", " ").split()):
-        yield Artifact.id.in_(text_matches(words))
 
 
 def _made_with(condition: ColumnElement[bool]) -> ColumnElement[bool]:
@@ -168,7 +170,8 @@ def _with_chunk(namespace: str, digest: str) -> Any:
 
 
 def _with_annotation(name: str, value: str) -> Select[int]:
-    prefix = func.substr(Annotation.value, 1, ANNOTATION_PREFIX)
     return select(Annotation.artifact_id).where(
-        Annotation.name == name, prefix == value[:ANNOTATION_PREFIX], Annotation.value == value
+        Annotation.name == name,
+        annotation_head(Annotation.value) == annotation_head(value),
+        Annotation.value == value,
     )

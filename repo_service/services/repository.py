@@ -102,7 +102,8 @@ class LocalRepository(Repository):
         return read_manifest(self._store, self.artifact(ref, namespace).id)
 
     def records(self, manifest: Manifest, namespace: str) -> list[BlockRecord]:
-        return read_records(self._store, manifest, check_namespace(namespace))
+        self.artifact(manifest.id, namespace)
+        return read_records(self._store, manifest, namespace)
 
     def chunk_spec(self, artifact_id: str, namespace: str, digest: str) -> ChunkSpec:
         """Dtype and shape of a chunk that the artifact holds.

@@ -252,7 +252,8 @@ def _array_node(shape: Sequence[int], chunk: ChunkSpec, dimensions: Sequence[str
         "data_type": data_type,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk.shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": 0.0 if data_type.startswith("float") else 0,
+        # A chunk that an export has lost must not read as a plausible value.
+        "fill_value": "NaN" if data_type.startswith("float") else 2 ** (8 * DTYPE_BYTES[chunk.dtype]) - 1,
         "codecs": [codec],
         "dimension_names": list(dimensions),
         "attributes": {"kvgraft_dtype": chunk.dtype},

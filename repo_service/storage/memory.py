@@ -46,6 +46,7 @@ class MemoryStore(Store):
         return check_key(key) in self._objects
 
     def list(self, prefix: str) -> Iterator[str]:
+        below = f"{check_key(prefix)}/"
         with self._lock:
-            keys = sorted(key for key in self._objects if key.startswith(f"{check_key(prefix)}/"))
+            keys = sorted(key for key in self._objects if key.startswith(below))
         return iter(keys)

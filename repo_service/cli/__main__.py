@@ -1,0 +1,7 @@
+"""``python -m repo_service.cli`` is ``kvgraft``."""
+
+import sys
+
+from repo_service.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,188 @@
+"""Commands that move artifacts: ``push``, ``pull``, ``export``, ``import``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from repo_service.cli import output, progress
+from repo_service.cli.options import (
+    DEFAULT_REPO,
+    REPO_VARIABLE,
+    TOKEN_VARIABLE,
+    Json,
+    Namespace,
+    Ref,
+    Repo,
+    Token,
+    open_named,
+)
+from repo_service.domain.errors import InvalidInput
+from repo_service.domain.names import DEFAULT_NAMESPACE
+
+TO_TOKEN_VARIABLE = "KVGRAFT_TO_TOKEN"
+FROM_TOKEN_VARIABLE = "KVGRAFT_FROM_TOKEN"
+
+NewTag = Annotated[
+    str | None, typer.Option("--tag", metavar="NAME", help="Tag to set; by default REF, if that is one.")
+]
+NoTag = Annotated[bool, typer.Option("--no-tag", help="Set no tag.")]
+Workers = Annotated[int, typer.Option("--workers", min=1, max=64, help="Chunks in transfer at once.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("push", epilog="\b\nExample: kvgraft push handbook --to http://127.0.0.1:8750")(push)
+    app.command(
+        "pull", epilog="\b\nExample: kvgraft pull handbook --from http://127.0.0.1:8750 --to file:///srv/kvgraft"
+    )(pull)
+    app.command("export", epilog="\b\nExample: kvgraft export handbook ./handbook.zarr")(export)
+    app.command("import", epilog="\b\nExample: kvgraft import ./handbook.zarr --tag handbook")(import_)
+
+
+def push(
+    ref: Ref,
+    to: Annotated[str, typer.Option("--to", metavar="URL", help="Repository to copy to.")],
+    source: Annotated[
+        str, typer.Option("--from", "--repo", envvar=REPO_VARIABLE, metavar="URL", help="Repository to copy from.")
+    ] = DEFAULT_REPO,
+    tag: NewTag = None,
+    no_tag: NoTag = False,
+    workers: Workers = 4,
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    to_namespace: Annotated[
+        str | None, typer.Option("--to-namespace", metavar="NAME", help="Namespace to copy into; by default the same.")
+    ] = None,
+    from_token: Annotated[
+        str | None,
+        typer.Option("--from-token", "--token", envvar=TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for --from."),
+    ] = None,
+    to_token: Annotated[
+        str | None,
+        typer.Option("--to-token", envvar=TO_TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for --to."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Copy an artifact to another repository.
+
+    Only what that one lacks is sent, so an interrupted copy goes on where it stopped.
+    """
+    _copy(
+        ref, (source, from_token, namespace), (to, to_token, to_namespace or namespace), tag, no_tag, workers, as_json
+    )
+
+
+def pull(
+    ref: Ref,
+    source: Annotated[str, typer.Option("--from", metavar="URL", help="Repository to copy from.")],
+    to: Annotated[
+        str, typer.Option("--to", "--repo", envvar=REPO_VARIABLE, metavar="URL", help="Repository to copy to.")
+    ] = DEFAULT_REPO,
+    tag: NewTag = None,
+    no_tag: NoTag = False,
+    workers: Workers = 4,
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    from_namespace: Annotated[
+        str | None,
+        typer.Option("--from-namespace", metavar="NAME", help="Namespace to copy out of; by default the same."),
+    ] = None,
+    from_token: Annotated[
+        str | None,
+        typer.Option("--from-token", envvar=FROM_TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for --from."),
+    ] = None,
+    to_token: Annotated[
+        str | None,
+        typer.Option("--to-token", "--token", envvar=TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for --to."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Copy an artifact from another repository.
+
+    Only what is missing here is fetched, so an interrupted copy goes on where it stopped.
+    """
+    _copy(
+        ref, (source, from_token, from_namespace or namespace), (to, to_token, namespace), tag, no_tag, workers, as_json
+    )
+
+
+def export(
+    ref: Ref,
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Zarr directory to make.")],
+    repo: Repo = DEFAULT_REPO,
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Write an artifact as a plain Zarr directory.
+
+    It opens in any Zarr v3 reader, with no kvgraft installed.
+    """
+    from repo_service.services.export import export_artifact
+
+    began = time.perf_counter()
+    with open_named(repo, token) as repository, progress.shown(f"exporting {ref}") as report:
+        done = export_artifact(repository, ref, namespace, directory, lambda n, total: report("bytes", n, total))
+    if as_json:
+        output.print_json(
+            {
+                "artifact_id": done.artifact_id,
+                "directory": str(directory.absolute()),
+                "chunks": done.chunks,
+                "bytes": done.bytes,
+            }
+        )
+    else:
+        took = output.seconds(time.perf_counter() - began)
+        print(f"exported {done.artifact_id} to {directory}: {output.size(done.bytes)} in {took}")
+
+
+def import_(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Zarr directory that an export made.")],
+    tag: Annotated[str | None, typer.Option("--tag", metavar="NAME", help="Tag to set.")] = None,
+    repo: Repo = DEFAULT_REPO,
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Publish the artifact that an export holds.
+
+    It keeps its id; every file is verified.
+    """
+    from repo_service.services.export import import_artifact
+
+    with open_named(repo, token, create=True) as repository, progress.shown(f"importing {directory}") as report:
+        info = import_artifact(repository, directory, namespace, tag, lambda n, total: report("bytes", n, total))
+    if as_json:
+        output.print_json(info.model_dump(mode="json"))
+    else:
+        print(f"imported {info.id}: {output.count(info.token_count, 'token')}, {output.size(info.total_bytes)}")
+
+
+def _copy(
+    ref: str,
+    source: tuple[str, str | None, str],
+    destination: tuple[str, str | None, str],
+    tag: str | None,
+    no_tag: bool,
+    workers: int,
+    as_json: bool,
+) -> None:
+    """Copy between two repositories, each given as URL, token and namespace."""
+    from repo_service.client.transfer import copy_artifact
+
+    if tag is not None and no_tag:
+        raise InvalidInput("give --tag or --no-tag, not both")
+    began = time.perf_counter()
+    with (
+        open_named(source[0], source[1]) as there,
+        open_named(destination[0], destination[1], create=True) as here,
+        progress.shown(f"copying {ref}") as report,
+    ):
+        done = copy_artifact(there, here, ref, source[2], destination[2], tag, workers, report, carry_tag=not no_tag)
+    if as_json:
+        output.print_json(done.model_dump(mode="json"))
+    else:
+        sent = f"{output.size(done.bytes_sent)} of {output.size(done.bytes_total)} sent"
+        print(f"{done.artifact.id} is at {here.url}: {sent} in {output.seconds(time.perf_counter() - began)}")

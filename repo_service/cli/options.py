@@ -1,0 +1,88 @@
+"""Options that commands share, and the repository they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from repo_service.domain.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from repo_service.domain.repository import Repository
+
+REPO_VARIABLE = "KVGRAFT_REPO"
+NAMESPACE_VARIABLE = "KVGRAFT_NAMESPACE"
+TOKEN_VARIABLE = "KVGRAFT_TOKEN"
+
+DEFAULT_REPO = "file://~/.local/share/kvgraft/repository"
+
+Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON to standard output.")]
+Repo = Annotated[
+    str,
+    typer.Option(
+        "--repo", envvar=REPO_VARIABLE, metavar="URL", help="Repository: file:///absolute/path or http://host:port."
+    ),
+]
+Namespace = Annotated[
+    str, typer.Option("--namespace", envvar=NAMESPACE_VARIABLE, metavar="NAME", help="Namespace in the repository.")
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        "--token", envvar=TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for a repository behind a service."
+    ),
+]
+Ref = Annotated[
+    str, typer.Argument(metavar="REF", help="Artifact id, sha256: and at least its first 8 digits, or a tag.")
+]
+Annotations = Annotated[
+    list[str] | None, typer.Option("--annotation", metavar="NAME=VALUE", help="An annotation; may be repeated.")
+]
+
+
+def open_named(url: str, token: str | None = None, *, create: bool = False) -> Repository:
+    """Open the repository at a URL.
+
+    Parameters
+    ----------
+    create
+        Make a repository where a ``file:`` URL has none. Only commands that write to it do, so that
+        a mistyped URL is an error and not a new repository.
+
+    Raises
+    ------
+    MalformedUrl, NotARepository, NewerFormat
+    """
+    from repo_service.client import open_repository
+    from repo_service.services.repository import open_local
+
+    url = expanded(url)
+    if url.startswith("file:") and not create:
+        return open_local(url, create=False)
+    return open_repository(url, token)
+
+
+def expanded(url: str) -> str:
+    """A URL with the home directory in place of a leading ``~``, as in ``file://~/repository``."""
+    prefix, home, path = url.partition("file://~/")
+    return f"{Path.home().as_uri()}/{path}" if home and not prefix else url
+
+
+def pairs(values: list[str] | None, option: str) -> dict[str, str]:
+    """``name=value`` arguments as a dictionary.
+
+    Raises
+    ------
+    InvalidInput
+    """
+    result: dict[str, str] = {}
+    for text in values or ():
+        name, sign, value = text.partition("=")
+        if not name or not sign:
+            raise InvalidInput(f"{text[:100]!r} is not NAME=VALUE, which {option} takes")
+        if name in result:
+            raise InvalidInput(f"{option} {name[:100]} was given twice")
+        result[name] = value
+    return result

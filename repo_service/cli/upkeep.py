@@ -1,0 +1,148 @@
+"""Commands that run and change a repository: ``serve``, ``tag``, ``rm``, ``reindex``."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from repo_service.cli import errors, output, progress
+from repo_service.cli.options import (
+    DEFAULT_REPO,
+    REPO_VARIABLE,
+    Json,
+    Namespace,
+    Ref,
+    Repo,
+    Token,
+    expanded,
+    open_named,
+)
+from repo_service.domain.errors import InvalidInput
+from repo_service.domain.names import DEFAULT_NAMESPACE
+
+
+def register(app: typer.Typer) -> None:
+    app.command("serve", epilog="\b\nExample: kvgraft serve --repo file:///srv/kvgraft --port 8750")(serve)
+    app.command("tag", epilog="\b\nExample: kvgraft tag sha256:3f9a1c0e handbook")(tag)
+    app.command("rm", epilog="\b\nExample: kvgraft rm sha256:3f9a1c0e")(rm)
+    app.command("reindex", epilog="\b\nExample: kvgraft reindex --repo file:///srv/kvgraft")(reindex)
+
+
+def serve(
+    repo: Annotated[
+        str | None,
+        typer.Option(
+            "--repo",
+            envvar=REPO_VARIABLE,
+            metavar="URL",
+            help="Repository to serve: file:///absolute/path or memory:.",
+            show_default=DEFAULT_REPO,
+        ),
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Address to listen on.", show_default="KVGRAFT_HOST, or 127.0.0.1")
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port",
+            min=0,
+            max=65535,
+            help="Port to listen on; 0 takes a free one.",
+            show_default="KVGRAFT_PORT, or 8750",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve a repository over HTTP until Ctrl-C or SIGTERM.
+
+    Further settings are read from KVGRAFT_ environment variables.
+    """
+    from repo_service.api import serve as serve_repository
+    from repo_service.settings import load_settings
+
+    given: dict[str, Any] = {"repository": repo and expanded(repo), "host": host, "port": port}
+    settings = load_settings(**{name: value for name, value in given.items() if value is not None})
+    if not settings.repository:
+        settings = settings.model_copy(update={"repository": expanded(DEFAULT_REPO)})
+
+    def announce(line: str) -> None:
+        if as_json:
+            address = re.search(r"https?://\S+", line)
+            output.print_json({"url": address and address[0], "repository": settings.repository})
+        else:
+            print(line)
+
+    serve_repository(settings, announce)
+
+
+def tag(
+    ref: Annotated[str | None, typer.Argument(metavar="REF", help="Artifact to tag.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Tag to set or move.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the tags.")] = False,
+    delete: Annotated[
+        str | None, typer.Option("--delete", metavar="NAME", help="Delete a tag; the artifact stays.")
+    ] = None,
+    repo: Repo = DEFAULT_REPO,
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Set, move, list or delete tags."""
+    if list_ + (delete is not None) + (ref is not None) != 1 or (ref is None) != (name is None):
+        raise InvalidInput("give REF and NAME, or --list, or --delete NAME")
+    with open_named(repo, token) as repository:
+        if ref is not None and name is not None:
+            info = repository.set_tag(namespace, name, repository.artifact(ref, namespace).id)
+            _print(info.model_dump(mode="json"), f"{info.name} is {info.artifact_id}", as_json)
+        elif delete is not None:
+            repository.delete_tag(namespace, delete)
+            _print({"namespace": namespace, "deleted": delete}, f"deleted the tag {delete}", as_json)
+        else:
+            tags = repository.tags(namespace)
+            if as_json:
+                output.print_json({"items": [info.model_dump(mode="json") for info in tags]})
+            else:
+                rows = [(info.name, info.artifact_id, output.moment(info.updated_at)) for info in tags]
+                output.print_table(("tag", "artifact", "updated"), rows)
+
+
+def rm(
+    ref: Ref,
+    repo: Repo = DEFAULT_REPO,
+    namespace: Namespace = DEFAULT_NAMESPACE,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
+    """Delete an artifact with its tags.
+
+    Bytes that nothing else needs are freed. To remove only a tag: kvgraft tag --delete NAME.
+    """
+    with open_named(repo, token) as repository:
+        report = repository.delete(repository.artifact(ref, namespace).id, namespace)
+    tags = f", its tags {', '.join(report.tags)}" if report.tags else ""
+    freed = f"{output.count(report.chunks, 'chunk')} freed, {output.size(report.bytes)}"
+    _print(report.model_dump(mode="json"), f"deleted {report.artifact_id}{tags}; {freed}", as_json)
+
+
+def reindex(repo: Repo = DEFAULT_REPO, token: Token = None, as_json: Json = False) -> None:
+    """Rebuild the SQL index from the store.
+
+    Exits with 1 if something in the store could not be read; the rest is indexed.
+    """
+    with open_named(repo, token) as repository, progress.shown("rebuilding the index"):
+        report = repository.reindex()
+    found = f"{output.count(report.artifacts, 'artifact')}, {output.count(report.blocks, 'block')}, {output.count(report.chunks, 'chunk')}, {output.count(report.tags, 'tag')}, {output.count(report.divergences, 'divergence')}"
+    unread = "".join(f"\nunreadable: {key}" for key in report.corrupt)
+    _print(report.model_dump(mode="json"), f"indexed {found}{unread}", as_json)
+    if report.corrupt:
+        raise typer.Exit(errors.INEXACT)
+
+
+def _print(value: dict[str, Any], text: str, as_json: bool) -> None:
+    if as_json:
+        output.print_json(value)
+    else:
+        print(text)

@@ -1,0 +1,245 @@
+"""Reclaiming: nothing that is needed goes, nothing is promised that is going."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from index_support import DAY, begin, empty_index, entry, keys, publish, send
+from repo_service.domain.errors import ArtifactNotFound, ChunksMissing
+from repo_service.index import Entry, Index, reclaim
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    with Index.open(empty_index(tmp_path)) as opened:
+        yield opened
+
+
+class Store:
+    """The chunks and block records that a store would hold."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self.chunks = {digest for what in entries for digest in what.specs()}
+        self.records = {(what.namespace, key) for what in entries for key in keys(what)}
+
+    def remove(self, records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+        self.records -= set(records)
+        self.chunks -= set(chunks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Store) and (self.chunks, self.records) == (other.chunks, other.records)
+
+    __hash__ = None
+
+
+def size(*entries: Entry) -> int:
+    return sum({digest: spec.size for what in entries for digest, spec in what.specs().items()}.values())
+
+
+def test_what_an_unpublished_artifact_alone_needed_is_freed(index: Index) -> None:
+    short, long = entry(range(32)), entry(range(64))
+    store = Store(short, long)
+    publish(index, short)
+    publish(index, long)
+    assert index.reclaim(store.remove) == (0, 0)
+    index.unpublish("default", long.manifest.id)
+    only_long = set(long.specs()) - set(short.specs())
+    assert index.reclaim(store.remove) == (len(only_long), size(short, long) - size(short))
+    assert store == Store(short)
+    assert index.reclaim(store.remove) == (0, 0)
+
+
+def test_what_a_running_push_of_any_namespace_needs_stays(index: Index) -> None:
+    what = entry(range(40))
+    store = Store(what)
+    publish(index, what)
+    mine, theirs = begin(index), begin(index, "theirs")
+    index.offer(mine, what.records, what.specs())
+    index.offer(theirs, what.records, what.specs())
+    index.unpublish("default", what.manifest.id)
+    assert index.reclaim(store.remove) == (0, 0)
+    index.end_push(mine)
+    assert index.reclaim(store.remove) == (0, 0)
+    assert store.chunks == set(what.specs())
+    assert store.records == set()
+    index.end_push(theirs)
+    index.reclaim(store.remove)
+    assert store.chunks == set()
+
+
+def test_a_push_that_was_told_a_chunk_is_there_can_commit_after_its_artifact_is_gone(index: Index) -> None:
+    what = entry(range(40))
+    store = Store(what)
+    publish(index, what)
+    push = begin(index)
+    assert index.offer(push, what.records, what.specs()).missing == []
+    index.unpublish("default", what.manifest.id)
+    index.reclaim(store.remove)
+    assert index.unarrived(push, list(what.specs())) == []
+    index.publish(what)
+    assert store == Store(what)
+
+
+def test_bytes_that_two_namespaces_published_stay_until_both_let_go(index: Index) -> None:
+    mine, theirs = entry(range(40)), entry(range(40), namespace="theirs")
+    store = Store(mine, theirs)
+    for what in (mine, theirs):
+        publish(index, what)
+    index.unpublish("default", mine.manifest.id)
+    assert index.reclaim(store.remove) == (0, 0)
+    assert store == Store(theirs)
+    index.unpublish("theirs", theirs.manifest.id)
+    assert index.reclaim(store.remove) == (len(mine.specs()), size(mine))
+    assert store == Store()
+
+
+def test_bytes_that_two_namespaces_let_go_of_at_once_are_freed_once(index: Index) -> None:
+    both = [entry(range(40), namespace=namespace) for namespace in ("one", "two")]
+    store = Store(*both)
+    for what in both:
+        publish(index, what)
+    for what in both:
+        index.unpublish(what.namespace, what.manifest.id)
+    assert index.reclaim(store.remove) == (len(both[0].specs()), size(both[0]))
+    assert store == Store()
+
+
+def test_what_an_expired_push_sent_is_freed(index: Index) -> None:
+    what = entry(range(40))
+    store = Store(what)
+    send(index, begin(index), what)
+    index.expire_pushes(datetime.now(UTC) + 2 * DAY)
+    assert index.reclaim(store.remove) == (len(what.specs()), size(what))
+    assert store == Store()
+
+
+def test_bytes_that_came_without_being_noted_are_freed_but_not_counted(index: Index) -> None:
+    """A crash between writing a chunk and noting its arrival."""
+    what = entry(range(40))
+    store = Store(what)
+    push = begin(index)
+    index.offer(push, what.records, what.specs())
+    index.end_push(push)
+    assert index.reclaim(store.remove) == (0, 0)
+    assert store == Store()
+
+
+def test_what_a_committed_push_sent_stays(index: Index) -> None:
+    what = entry(range(40))
+    store = Store(what)
+    publish(index, what)
+    assert index.reclaim(store.remove) == (0, 0)
+    assert store == Store(what)
+
+
+def test_many_batches_free_everything(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "_VICTIMS", reclaim._VICTIMS.limit(7))
+    monkeypatch.setattr(reclaim, "_RECORDS", reclaim._RECORDS.limit(7))
+    monkeypatch.setattr(reclaim, "BATCH", 7)
+    what = entry(range(200))
+    store = Store(what)
+    publish(index, what)
+    index.unpublish("default", what.manifest.id)
+    assert index.reclaim(store.remove) == (len(what.specs()), size(what))
+    assert store == Store()
+
+
+def test_chunks_whose_removal_was_cut_short_are_promised_to_nobody(index: Index) -> None:
+    """I4: some of the bytes are gone, the transaction was undone, as a crash would leave it."""
+    what = entry(range(40))
+    store = Store(what)
+    publish(index, what)
+    index.unpublish("default", what.manifest.id)
+
+    def cut_short(records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+        store.remove(records[:1], chunks[:1])
+        raise OSError("the disk went away")
+
+    with pytest.raises(OSError, match="went away"):
+        index.reclaim(cut_short)
+    with pytest.raises(ChunksMissing):
+        index.publish(what)
+    push = begin(index)
+    assert index.offer(push, what.records, what.specs()).missing == list(what.specs())
+    index.end_push(push)
+    index.reclaim(store.remove)
+    assert store == Store()
+
+
+def test_an_offer_during_reclaiming_is_told_that_what_goes_is_missing_quay_6318(index: Index) -> None:
+    """The offer waits for the write lock, so it never sees a row whose bytes are on their way out."""
+    what = entry(range(40))
+    store = Store(what)
+    publish(index, what)
+    index.unpublish("default", what.manifest.id)
+    push, answers, offering = begin(index), [], threading.Event()
+
+    def offer() -> None:
+        offering.set()
+        answers.append(index.offer(push, what.records, what.specs()).missing)
+
+    racer = threading.Thread(target=offer)
+
+    def remove(records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+        racer.start()
+        offering.wait()
+        racer.join(0.2)
+        assert answers == []
+        store.remove(records, chunks)
+
+    index.reclaim(remove)
+    racer.join()
+    assert answers == [list(what.specs())]
+
+
+def test_pushes_and_reclaiming_at_once_lose_nothing_that_was_promised_quay_6318(index: Index) -> None:
+    """Several pushers of the same content, one deleting and reclaiming: what is published is in the store."""
+    what = entry(range(64))
+    store, lock, errors = Store(), threading.Lock(), []
+    done = threading.Event()
+
+    def remove(records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+        with lock:
+            store.remove(records, chunks)
+
+    def push_repeatedly() -> None:
+        try:
+            for _ in range(6):
+                push = begin(index)
+                for digest in index.offer(push, what.records, what.specs()).missing:
+                    with lock:
+                        store.chunks.add(digest)
+                    index.arrived(push, digest)
+                assert index.unarrived(push, list(what.specs())) == []
+                index.publish(what)
+                index.end_push(push)
+        except BaseException as error:
+            errors.append(error)
+
+    def delete_repeatedly() -> None:
+        try:
+            while not done.is_set():
+                with suppress(ArtifactNotFound):
+                    index.unpublish("default", what.manifest.id)
+                index.reclaim(remove)
+        except BaseException as error:
+            errors.append(error)
+
+    pushers = [threading.Thread(target=push_repeatedly) for _ in range(3)]
+    deleter = threading.Thread(target=delete_repeatedly)
+    for thread in (*pushers, deleter):
+        thread.start()
+    for thread in pushers:
+        thread.join()
+    done.set()
+    deleter.join()
+    assert errors == []
+    push = begin(index)
+    sent = index.offer(push, what.records, what.specs()).missing
+    assert store.chunks >= set(what.specs()) - set(sent)
