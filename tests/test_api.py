@@ -40,7 +40,9 @@ class Service:
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> urllib3.BaseHTTPResponse:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
-        return urllib3.request(method, self.url + path, body=body, headers=names, retries=False, redirect=False)
+        return urllib3.request(
+            method, self.url + path, body=body, headers=names, retries=False, redirect=False, timeout=60
+        )
 
     def json(self, method: str, path: str, body: Any = None, status: int = 200) -> Any:
         data = None if body is None else json.dumps(body).encode()

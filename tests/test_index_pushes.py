@@ -117,9 +117,7 @@ def test_a_record_that_diverges_from_a_published_one_is_named_and_nothing_is_rem
     push = begin(index)
     offered = index.offer(push, other.records, other.specs())
     assert offered.missing == []
-    assert offered.divergent == [
-        (new, old.digest) for new, old in zip(other.records, stored.records, strict=True)
-    ]
+    assert offered.divergent == [(new, old.digest) for new, old in zip(other.records, stored.records, strict=True)]
     with pytest.raises(MalformedDocument):
         index.push_records(push, [other.records[0].key])
     assert index.offer(begin(index, "stranger"), other.records, other.specs()).divergent == []

@@ -115,7 +115,8 @@ def test_a_query_selects_what_meets_every_condition(
 
 
 @pytest.mark.parametrize(
-    "text", ['"', '""', "'", "*", "a*", "AND", "NOT quick", "text:quick", "(quick", "^quick", "-", "{a b}:", "qu\0ick", ":"]
+    "text",
+    ['"', '""', "'", "*", "a*", "AND", "NOT quick", "text:quick", "(quick", "^quick", "-", "{a b}:", "qu\0ick", ":"],
 )
 def test_no_words_are_read_as_query_syntax(filled: Index, text: str) -> None:
     assert filled.query(ArtifactQuery(text=text)).count in (0, 1)

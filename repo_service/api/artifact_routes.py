@@ -22,6 +22,7 @@ from repo_service.domain.errors import (
     MalformedRequest,
     TagNotFound,
 )
+from repo_service.domain.manifest import MAX_ANNOTATIONS
 from repo_service.domain.names import check_namespace
 from repo_service.domain.views import (
     ArtifactInfo,
@@ -118,6 +119,10 @@ def query_artifacts(context: ContextOf, namespace: Namespace, query: ArtifactQue
     if "namespace" in query.model_fields_set and query.namespace != namespace:
         raise MalformedRequest(
             f"the query names the namespace {query.namespace[:100]!r} and the path {namespace[:100]!r}: leave it out of the query"
+        )
+    if len(query.annotations) > MAX_ANNOTATIONS:
+        raise MalformedRequest(
+            f"the query has {len(query.annotations)} annotations; an artifact has at most {MAX_ANNOTATIONS}"
         )
     return context.repository.query(query.model_copy(update={"namespace": check_namespace(namespace)}))
 

@@ -1,0 +1,73 @@
+"""Command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.record import machine, record
+
+
+def _restore(small: bool) -> Mapping[str, Any]:
+    from benchmarks import restore
+
+    return restore.run(blocks=16 if small else 96, rounds=3 if small else 9)
+
+
+def _push(small: bool) -> Mapping[str, Any]:
+    from benchmarks import push
+
+    return push.run(blocks=8 if small else 48, rounds=3 if small else 7)
+
+
+def _match(small: bool) -> Mapping[str, Any]:
+    from benchmarks import match
+
+    return match.run(blocks=20_000 if small else 1_000_000, lookups=2_000)
+
+
+def _ttft(small: bool) -> Mapping[str, Any]:
+    from benchmarks import ttft
+
+    return ttft.run([600] if small else [2048, 4096, 8192], 5, "smollm2", "bfloat16")
+
+
+def _memory(small: bool) -> Mapping[str, Any]:
+    from benchmarks import memory
+
+    return memory.run(0.25 if small else 4.0)
+
+
+BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
+    "restore": ("verified restore against a raw read and a sendfile server; safetensors, torch, zarr", _restore),
+    "push": ("push against raw write and fsync; safetensors, torch, zarr", _push),
+    "match": ("longest-prefix match among 1,000,000 indexed blocks", _match),
+    "ttft": ("time to first token, grafted against fresh, at 2k, 4k and 8k tokens (SmolLM2-135M)", _ttft),
+    "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),
+}
+
+
+def main() -> None:
+    listed = "\n".join(f"  {name:10}{what}" for name, (what, _) in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Ratios within one run; results go to benchmarks/results/<date>-<name>.json.",
+        epilog=f"benchmarks:\n{listed}\n\nexample: python -m benchmarks restore push",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="+", choices=[*BENCHMARKS, "all"], metavar="NAME", help="which to run, or all")
+    parser.add_argument("--small", action="store_true", help="a quick try on small sizes; nothing is recorded")
+    arguments = parser.parse_args()
+    names = list(BENCHMARKS) if "all" in arguments.names else arguments.names
+    for name in names:
+        started = machine()
+        result = BENCHMARKS[name][1](arguments.small)
+        if arguments.small:
+            print(name, result)
+        else:
+            record(name, result, started)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Memory of server and client while an artifact of several GiB is pulled and placed in an engine's cache."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from benchmarks.artifacts import NAMESPACE
+from benchmarks.servers import kvgraft_server
+from engine_adapter.state import StateCache
+from engine_adapter.transfer import ChunkReader
+from repo_service.client import open_repository
+from repo_service.domain.digest import chunk_digest
+from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.layout import ArrayLayout, LayerGroup, Layout, chunk_split
+from repo_service.domain.manifest import BlockRecord, Manifest, block_keys, token_chunks
+from repo_service.domain.schedule import canonical_steps, split_by_block
+
+LAYERS, HEADS, DIM, BLOCK_TOKENS = 32, 8, 128, 256
+WORKERS = 4
+
+
+def run(gib: float) -> dict[str, Any]:
+    """Push, then pull over HTTP into a fresh cache, an artifact of ``gib`` GiB with the layout of an 8B model."""
+    with tempfile.TemporaryDirectory(prefix="kvgraft-bench-") as directory, ExitStack() as stack:
+        root = Path(directory) / "repository"
+        manifest, records = _push(root, gib)
+        url, pid = stack.enter_context(kvgraft_server(root))
+        remote = stack.enter_context(open_repository(url))
+        layout = manifest.layout
+        config = LlamaConfig(num_hidden_layers=LAYERS)
+        reader = ChunkReader(remote, NAMESPACE, WORKERS, torch.device("cpu"))
+        stack.callback(reader.close)
+        # A first small pull, so that imports and pools are not counted.
+        reader.restore(manifest.id, layout, records[:1], BLOCK_TOKENS, StateCache(config))
+        before = {"server": _resident(pid), "client": _resident(os.getpid())}
+        with _Peak(pid) as server, _Peak(os.getpid()) as client:
+            cache = StateCache(config)
+            reader.restore(manifest.id, layout, records, manifest.token_count, cache)
+        cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        return {
+            "artifact_mib": round(manifest.state_bytes / 2**20),
+            "cache_mib": round(cache_bytes / 2**20),
+            "configured_buffers_mib": WORKERS * 8,
+            "server_growth_mib": round((server.peak - before["server"]) / 2**20, 1),
+            "client_growth_mib": round((client.peak - before["client"]) / 2**20, 1),
+            "client_growth_beyond_cache_mib": round((client.peak - before["client"] - cache_bytes) / 2**20, 1),
+        }
+
+
+def _push(root: Path, gib: float) -> tuple[Manifest, list[BlockRecord]]:
+    """Push block by block, so that this process stays small."""
+    split = chunk_split(LAYERS, HEADS, BLOCK_TOKENS, DIM, "bfloat16")
+    arrays = tuple(ArrayLayout(n, "bfloat16", LAYERS, HEADS, DIM, BLOCK_TOKENS, *split) for n in ("k", "v"))
+    group = LayerGroup("full", "full", tuple(range(LAYERS)), None, arrays)
+    sections: dict[str, dict[str, Any]] = {name: {} for name in ("model", "positions", "numerics", "canary")}
+    made_with = Fingerprint(
+        {**sections, "state": {"groups": [group.to_json()]}, "schedule": {"block_tokens": BLOCK_TOKENS}}
+    )
+    layout = Layout.of(made_with)
+    blocks = round(gib * 2**30 / layout.block_bytes)
+    tokens = random.Random(1).choices(range(32000), k=blocks * BLOCK_TOKENS)
+    steps = canonical_steps(0, len(tokens), BLOCK_TOKENS)
+    keys = block_keys(made_with.id, tokens, steps, BLOCK_TOKENS)
+    records: list[BlockRecord] = []
+    with open_repository(f"file://{root}") as repository, repository.begin_push(made_with, NAMESPACE) as push:
+        for i, block_steps in enumerate(split_by_block(steps, BLOCK_TOKENS)):
+            contents: dict[str, bytes] = {}
+            chunks: dict[str, list[str]] = {name: [] for name in layout.arrays}
+            for ref in layout.chunks():
+                spec = layout.arrays[ref.array].chunk
+                data = os.urandom(spec.size)
+                digest = chunk_digest(data, spec.dtype, spec.shape)
+                contents[digest] = data
+                chunks[ref.array].append(digest)
+            named = {name: tuple(digests) for name, digests in chunks.items()}
+            start, stop = block_steps[0].start, block_steps[-1].stop
+            record = BlockRecord(keys[i], keys[i - 1] if i else None, start, stop, tuple(block_steps), named)
+            for digest in push.offer([record]):
+                push.put(digest, contents[digest])
+            records.append(record)
+        token_contents = dict(token_chunks(tokens))
+        for digest in push.offer_tokens(len(tokens), list(token_contents)):
+            push.put(digest, token_contents[digest])
+        manifest = Manifest(made_with, len(tokens), tuple(token_contents), tuple((r.key, r.digest) for r in records))
+        push.commit(manifest)
+    return manifest, records
+
+
+def _resident(pid: int) -> int:
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Peak:
+    """The largest resident size of a process while this is open, sampled every 5 ms."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self.peak = 0
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self.peak = max(self.peak, _resident(self._pid))
+
+    def __enter__(self) -> _Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
