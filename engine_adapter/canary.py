@@ -116,9 +116,7 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return format_digest(SHA256, hasher.digest())
 
 
-def _filled_cache(
-    model: PreTrainedModel, like: DynamicCache | None, position: int, numbers: _Numbers
-) -> DynamicCache:
+def _filled_cache(model: PreTrainedModel, like: DynamicCache | None, position: int, numbers: _Numbers) -> DynamicCache:
     """A cache that stands at ``position`` with pseudo-random state, its layers shaped as those of ``like``."""
     cache = DynamicCache(config=model.config)
     if like is None or position == 0:
@@ -245,7 +243,10 @@ class _Product(NamedTuple):
             **options | {"scale": _SCORE_SCALE},
         )
         yield self.function(
-            torch.zeros_like(numbers.plain(query, 1)), numbers.plain(key, 2), numbers.cancelling(value, -2, 1, 3), **options
+            torch.zeros_like(numbers.plain(query, 1)),
+            numbers.plain(key, 2),
+            numbers.cancelling(value, -2, 1, 3),
+            **options,
         )
 
 
@@ -263,7 +264,7 @@ class _Projection(NamedTuple):
         if self.function is F.linear:
             first, second = second, first
         kind = str(self.weights.dtype).removeprefix("torch.")
-        return f"weights {first}x{second} {kind}" + (" bias" if self.bias else "") 
+        return f"weights {first}x{second} {kind}" + (" bias" if self.bias else "")
 
     def redo(self, row_counts: list[int], numbers: _Numbers) -> Iterator[Tensor]:
         """The product of operands that cancel, at each number of rows."""

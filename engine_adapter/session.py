@@ -6,15 +6,14 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-import torch
-
+from engine_adapter.deposit import deposit
+from engine_adapter.engine import Engine, Progress, Tokens, token_list
 from engine_adapter.fingerprint import measure_current, measure_fingerprint
 from engine_adapter.run import Generation, Run, last_call_start, logits_sha256, steps_until
-from engine_adapter.state import BlockRecorder, StateCache
-from engine_adapter.support import require_supported
-from engine_adapter.transfer import BlockWriter, ChunkReader, Progress
+from engine_adapter.state import BlockRecorder
+from engine_adapter.transfer import ChunkReader
 from engine_adapter.verify import VerifyReport, verify_artifact
-from repo_service.domain.errors import ContextTooLong, FingerprintMismatch, InvalidInput, InvalidTokens, WeightsChanged
+from repo_service.domain.errors import FingerprintMismatch, InvalidInput, InvalidTokens, WeightsChanged
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import Layout
 from repo_service.domain.manifest import (
@@ -23,21 +22,18 @@ from repo_service.domain.manifest import (
     block_keys,
     decode_tokens,
     token_chunk_spec,
-    token_chunks,
 )
-from repo_service.domain.names import DEFAULT_NAMESPACE, check_namespace, check_tag
+from repo_service.domain.names import DEFAULT_NAMESPACE, check_namespace
 from repo_service.domain.repository import Repository
-from repo_service.domain.schedule import DECODE, PREFILL, Step, append_step, canonical_steps
+from repo_service.domain.schedule import DECODE, PREFILL, canonical_steps
 from repo_service.domain.views import ArtifactInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Tokens = Sequence[int] | torch.Tensor
 
-
-class GraftSession:
+class GraftSession(Engine):
     """One loaded model and one repository.
 
     Opening a session hashes the weights and runs the canary. Not for use by several threads at once.
@@ -73,18 +69,13 @@ class GraftSession:
         namespace: str = DEFAULT_NAMESPACE,
         read_workers: int | None = None,
     ) -> None:
-        require_supported(model)
         if not 1 <= block_tokens <= 2**16:
             raise InvalidInput(f"block_tokens is {block_tokens}; it must be from 1 to 65536")
-        self.model = model
-        self.tokenizer = tokenizer
+        super().__init__(model, tokenizer, block_tokens)
         self.repository = repository
         self.namespace = check_namespace(namespace)
         self.fingerprint: Fingerprint = measure_fingerprint(model, tokenizer, block_tokens)
         self.layout = Layout.of(self.fingerprint)
-        config = model.config.get_text_config(decoder=True)
-        self.window: int | None = getattr(config, "max_position_embeddings", None)
-        self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         workers = read_workers or min(4, os.cpu_count() or 1)
         self.reader = ChunkReader(repository, namespace, workers, model.device)
 
@@ -97,39 +88,6 @@ class GraftSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # Tokens
-
-    def encode(self, tokens_or_text: Tokens | str) -> list[int]:
-        """Token ids, checked against the vocabulary and the native window.
-
-        Raises
-        ------
-        InvalidTokens, ContextTooLong
-        """
-        if isinstance(tokens_or_text, str):
-            if self.tokenizer is None:
-                raise InvalidTokens("a text was given to a session without a tokenizer: give token ids")
-            tokens = list(self.tokenizer.encode(tokens_or_text))
-        else:
-            tokens = _token_list(tokens_or_text)
-        if not tokens:
-            raise InvalidTokens("the prompt is empty: at least one token is needed")
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                raise InvalidTokens(f"{token} is not a token id of this model: 0 to {self.vocabulary - 1}", token=token)
-        self._require_room(len(tokens))
-        return tokens
-
-    def _require_room(self, length: int) -> None:
-        if self.window is not None and length > self.window:
-            raise ContextTooLong(
-                f"{length} tokens are more than the model's native window of {self.window}",
-                tokens=length,
-                window=self.window,
-            )
-
-    # Running
 
     def prefill(
         self, tokens: Tokens | str, graft: bool = True, *, record: bool = False, progress: Progress | None = None
@@ -155,52 +113,12 @@ class GraftSession:
         InvalidTokens, ContextTooLong, WeightsChanged, FingerprintMismatch, ChunkCorrupt
         """
         ids = self.encode(tokens)
-        run = self.new_run()
         if graft:
             self.require_unchanged()
-            self._graft_prefix(run, ids, progress)
+        run = self.graft_prefix(ids, progress) if graft else self.new_run()
         if record:
             run.recorder = BlockRecorder(self.layout, run.blocks.append)
         return self.extend(run, ids[len(run.tokens) :], progress=progress)
-
-    def new_run(self) -> Run:
-        """A run without tokens."""
-        return Run(StateCache(self.model.config))
-
-    def extend(self, run: Run, tokens: Tokens | str, *, progress: Progress | None = None) -> Run:
-        """Compute more prompt tokens after a run's last, in canonical steps. Returns the run."""
-        ids = _token_list(tokens) if not isinstance(tokens, str) else self.encode(tokens)
-        start, stop = len(run.tokens), len(run.tokens) + len(ids)
-        self._require_room(stop)
-        for step in canonical_steps(start, stop, self.layout.block_tokens):
-            self.call(run, ids[step.start - start : step.stop - start], PREFILL)
-            if progress is not None:
-                progress("tokens", step.stop, stop)
-        return run
-
-    def call(self, run: Run, tokens: Sequence[int], kind: str, position: int | None = None) -> Tensor:
-        """One forward call over the next tokens; returns the last one's logits, ``[1, vocab]``.
-
-        ``position`` moves the tokens to other absolute positions, which is inexact by purpose.
-        """
-        step = Step(kind, len(run.tokens), len(run.tokens) + len(tokens))
-        device = self.model.device
-        ids = torch.tensor([list(tokens)], dtype=torch.long, device=device)
-        extra = {}
-        if position is not None:
-            extra["position_ids"] = torch.arange(position, position + len(tokens), device=device)[None]
-        run.cache.recorder = run.recorder
-        if run.recorder is not None:
-            run.recorder.begin(step.start)
-        with torch.no_grad():
-            out = self.model(ids, cache=run.cache, use_cache=True, logits_to_keep=1, **extra)
-        if run.recorder is not None:
-            run.recorder.end(step)
-        run.tokens.extend(tokens)
-        append_step(run.steps, step)
-        run.computed_tokens += len(tokens)
-        run.logits = out.logits[:, -1]
-        return run.logits
 
     def generate(
         self,
@@ -228,8 +146,6 @@ class GraftSession:
             self.call(run, [token], DECODE)
         text = None if self.tokenizer is None else str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         return Generation(tokens, text, digests, run)
-
-    # Grafting
 
     def graft(
         self,
@@ -262,7 +178,7 @@ class GraftSession:
         run.logits = lambda: self.last_logits(manifest, records, ids, manifest.token_count)
         if record:
             partial = None
-            if manifest.token_count % self.layout.block_tokens:
+            if manifest.token_count % self.block_tokens:
                 partial = self.reader.read_block(manifest.id, self.layout, records[-1])
                 run.stored.pop()
             run.recorder = BlockRecorder(self.layout, run.blocks.append, partial)
@@ -281,7 +197,7 @@ class GraftSession:
         if manifest.tokens is not None:
             ids = self._read_tokens(manifest)
         elif tokens is not None:
-            ids = _token_list(tokens)
+            ids = token_list(tokens)
         else:
             raise InvalidTokens(f"the artifact {ref} keeps its token ids private: give them as tokens=")
         manifest.check_keys(records, ids)
@@ -317,21 +233,20 @@ class GraftSession:
         run = self.restore(manifest, records, ids, start)
         return self.call(run, ids[start:position], PREFILL)
 
-    def _graft_prefix(self, run: Run, ids: Sequence[int], progress: Progress | None) -> None:
-        """Restore the longest stored prefix that leaves the prompt's last call to compute."""
-        size = self.layout.block_tokens
+    def graft_prefix(self, ids: Sequence[int], progress: Progress | None = None) -> Run:
+        """A run holding the longest stored prefix that leaves the prompt's last call to compute."""
+        size = self.block_tokens
         whole = (len(ids) - 1) // size * size
         keys = block_keys(self.fingerprint.id, ids[:whole], canonical_steps(0, whole, size), size)
         match = self.repository.match(self.namespace, keys) if keys else None
         if match is None:
-            return
+            return self.new_run()
         manifest = self.repository.manifest(match.artifact_id, self.namespace)
         self.fingerprint.require_equal(manifest.fingerprint, f"the artifact {match.artifact_id}")
         records = self.repository.records(manifest, self.namespace)[: match.blocks]
         if [record.key for record in records] != keys[: match.blocks]:
             raise FingerprintMismatch(f"the artifact {match.artifact_id} does not hold the blocks it was matched for")
-        restored = self._restored(manifest, records, ids, records[-1].stop, progress)
-        vars(run).update(vars(restored))
+        return self._restored(manifest, records, ids, records[-1].stop, progress)
 
     def require_unchanged(self) -> None:
         """Measure weights, settings and backend again.
@@ -363,8 +278,6 @@ class GraftSession:
             self.repository.read_chunk(manifest.id, self.namespace, digest, spec, memoryview(buffer))
             ids.extend(decode_tokens(bytes(buffer)))
         return ids[: manifest.token_count]
-
-    # Depositing
 
     def deposit(
         self,
@@ -400,57 +313,17 @@ class GraftSession:
         Divergence
             If a block of this key is stored with other bytes.
         """
-        if tag is not None:
-            check_tag(tag)
         self.require_unchanged()
-        run = tokens_or_text if isinstance(tokens_or_text, Run) else None
-        if run is not None and run.recorder is None:
-            raise InvalidInput("this run was not recorded: make it with record=True to deposit it")
-        ids = list(run.tokens) if run is not None else self.encode(tokens_or_text)  # type: ignore[arg-type]
-        with self.repository.begin_push(self.fingerprint, self.namespace) as push:
-            writer = BlockWriter(push, self.layout, self.fingerprint.id, ids)
-            try:
-                if run is not None:
-                    artifact_id = run.artifact_id
-                    writer.known(run.stored)
-                    for block in run.blocks:
-                        writer(block)
-                    if run.recorder is not None and (partial := run.recorder.snapshot()) is not None:
-                        writer(partial)
-                else:
-                    artifact_id = None
-                    new = self.new_run()
-                    if graft:
-                        self._graft_prefix(new, ids, progress)
-                    writer.known(new.stored)
-                    new.recorder = BlockRecorder(self.layout, writer)
-                    self.extend(new, ids[len(new.tokens) :], progress=progress)
-                    new.recorder.finish()
-                records = writer.finish()
-            finally:
-                writer.close()
-            chunks = token_chunks(ids) if not private_tokens else None
-            if chunks is not None:
-                contents = dict(chunks)
-                for digest in push.offer_tokens(len(ids), list(contents)):
-                    push.put(digest, contents[digest])
-            info = push.commit(
-                Manifest(
-                    self.fingerprint,
-                    len(ids),
-                    None if chunks is None else tuple(digest for digest, _ in chunks),
-                    tuple((record.key, record.digest) for record in records),
-                    parent=artifact_id,
-                    annotations=annotations or {},
-                    text=text,
-                )
-            )
-        if tag is not None:
-            self.repository.set_tag(self.namespace, tag, info.id)
-            info = self.repository.artifact(info.id, self.namespace)
-        return info
-
-    # Verifying
+        return deposit(
+            self,
+            tokens_or_text,
+            tag=tag,
+            text=text,
+            annotations=annotations or {},
+            private_tokens=private_tokens,
+            graft=graft,
+            progress=progress,
+        )
 
     def verify(
         self,
@@ -472,22 +345,6 @@ class GraftSession:
         """
         self.require_unchanged()
         return verify_artifact(self, ref, samples, tokens=tokens, inexact=inexact, progress=progress)
-
-
-def _token_list(tokens: Tokens) -> list[int]:
-    if isinstance(tokens, torch.Tensor):
-        if tokens.is_floating_point() or tokens.is_complex():
-            raise InvalidTokens(f"token ids are integers; a tensor of {tokens.dtype} was given")
-        if tokens.dim() == 2 and tokens.shape[0] != 1:
-            raise InvalidTokens(f"a batch of {tokens.shape[0]} prompts was given; the schedule runs at batch 1")
-        if tokens.dim() not in {1, 2}:
-            raise InvalidTokens(f"token ids have one dimension; a tensor of shape {tuple(tokens.shape)} was given")
-        return [int(token) for token in tokens.reshape(-1).tolist()]
-    ids = list(tokens)
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise InvalidTokens(f"{str(token)[:40]!r} is not a token id: an integer (one prompt at a time, batch 1)")
-    return ids
 
 
 def _end_tokens(model: PreTrainedModel) -> set[int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from engine_adapter.engine import Progress
 from engine_adapter.state import BlockState, Restored, StateCache, empty_block
 from engine_adapter.tensors import host_bytes
 from repo_service.domain.digest import chunk_digest
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
 # Blocks that may wait to be hashed and sent while the model computes on.
 _BLOCKS_IN_FLIGHT = 4
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is counted ("tokens", "bytes"), how many are done, and how many there are."""
 
 
 class _Wanted(NamedTuple):

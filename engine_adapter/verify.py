@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_adapter.engine import Progress, Tokens
 from engine_adapter.run import Run, last_call_start, logits_sha256
 from engine_adapter.state import BlockRecorder, BlockState
-from engine_adapter.transfer import Progress, record_block
+from engine_adapter.transfer import record_block
 from repo_service.domain.manifest import BlockRecord, Manifest
 from repo_service.domain.schedule import DECODE, PREFILL
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine_adapter.session import GraftSession, Tokens
+    from engine_adapter.session import GraftSession
 
 MOVED_BY = (8, 128, 1024)
 
@@ -106,7 +107,7 @@ def verify_artifact(
     """
     manifest, records, ids = session.load(ref, tokens)
     room = len(ids) if session.window is None else session.window - samples
-    boundary = len(ids) if len(ids) <= room else room // session.layout.block_tokens * session.layout.block_tokens
+    boundary = len(ids) if len(ids) <= room else room // session.block_tokens * session.block_tokens
     blocks, fresh = _replay(session, records, ids, boundary, progress)
     checks = [_check_block(session, record, blocks[i], ids) for i, record in enumerate(records)]
     sampled: list[SampleCheck] = []

@@ -10,10 +10,11 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from synthetic import artifact
+
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.views import ArtifactInfo
 from repo_service.index import Entry, Index
-from synthetic import artifact
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 DAY = timedelta(days=1)

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from index_support import DAY, EPOCH, begin, empty_index, entry, keys, publish
 from sqlalchemy import text
 
-from index_support import DAY, EPOCH, begin, empty_index, entry, keys, publish
 from repo_service.domain.errors import Unavailable
 from repo_service.index import Index, engine
 from repo_service.index.engine import Database
@@ -29,7 +29,7 @@ def in_processes(work: Callable[[str, int], None], url: str, count: int = PROCES
 def increment(url: str, _: int) -> None:
     database = Database(url)
 
-    def writer(number: int) -> None:
+    def writer(_number: int) -> None:
         for i in range(TRANSACTIONS):
             with (database.write_durably if i % 50 == 0 else database.write)() as connection:
                 value = connection.execute(text("SELECT value FROM meta WHERE name = 'counter'")).scalar_one()

@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from index_support import begin, empty_index, entry, publish, send
 from sqlalchemy import text
 
-from index_support import begin, empty_index, entry, publish, send
 from repo_service.domain.errors import (
     DocumentCorrupt,
     MalformedUrl,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from index_support import empty_index, entry, keys, publish
+
 from repo_service.domain.errors import MalformedDigest
 from repo_service.domain.views import Match
 from repo_service.index import Entry, Index

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from index_support import EPOCH, begin, empty_index, entry, first_chunk, keys, publish, send
 from sqlalchemy import event
 
-from index_support import EPOCH, begin, empty_index, entry, first_chunk, keys, publish, send
 from repo_service.domain.views import ArtifactQuery
 from repo_service.index import Index
 

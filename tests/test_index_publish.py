@@ -9,8 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-
 from index_support import DAY, EPOCH, begin, empty_index, entry, first_chunk, keys, publish, send
+
 from repo_service.domain.errors import (
     Ambiguous,
     ArtifactNotFound,
@@ -69,6 +69,20 @@ def test_an_artifact_is_published_only_when_every_chunk_has_arrived(index: Index
         index.artifact("default", what.manifest.id)
     assert not any(rows for rows in index.dump().values())
     index.arrived(push, last)
+    index.publish(what)
+
+
+def test_a_push_that_expired_in_the_middle_of_its_commit_publishes_nothing(index: Index) -> None:
+    """I4: even where other blocks hold all its chunks, its block records may be gone."""
+    what, push = entry(range(40), private=True), begin(index)
+    send(index, push, what)
+    keeper = begin(index)
+    index.offer(keeper, [], what.specs())
+    index.end_push(push)
+    assert index.unarrived(keeper, list(what.specs())) == []
+    with pytest.raises(ChunksMissing, match="expired"):
+        index.publish(what)
+    index.offer(keeper, what.records, {})
     index.publish(what)
 
 
@@ -245,5 +259,5 @@ def test_the_time_of_publication_needs_a_time_zone(index: Index) -> None:
 def test_an_index_belongs_to_one_repository(index: Index) -> None:
     index.claim("one")
     index.claim("one")
-    with pytest.raises(NotARepository, match="one.*two"):
+    with pytest.raises(NotARepository, match=r"one.*two"):
         index.claim("two")

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-
 from index_support import DAY, begin, empty_index, entry, first_chunk, publish, send
+
 from repo_service.domain.errors import ChunkNotFound, Conflict, MalformedDocument, PushNotFound
 from repo_service.domain.layout import ChunkSpec
 from repo_service.index import Index

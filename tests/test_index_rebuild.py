@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from index_support import DAY, EPOCH, begin, empty_index, entry, keys, publish, send
+from synthetic import fingerprint
+
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing, Divergence
 from repo_service.domain.views import ArtifactQuery, TagInfo
 from repo_service.domain.views import Divergence as DivergenceView
 from repo_service.index import Entry, Index, Rebuilt
-from synthetic import fingerprint
 
 ENTRIES = [
     entry(range(40), annotations={"a": "b", "c": "d"}, text="first words"),
@@ -133,7 +133,7 @@ def test_a_running_push_sends_again_what_the_store_no_longer_has(lived: Index) -
 
 def test_bytes_of_an_artifact_that_a_rebuild_did_not_find_are_not_reclaimed(lived: Index) -> None:
     """A manifest that can't be read today may be readable tomorrow."""
-    lived.reclaim(lambda records, chunks: None)
+    lived.reclaim(lambda *_: None)
     lived.rebuild(ENTRIES[1:], [], [])
     removed: list[object] = []
     assert lived.reclaim(lambda records, chunks: removed.extend([*records, *chunks])) == (0, 0)
@@ -147,5 +147,5 @@ def test_what_was_to_be_reclaimed_before_a_rebuild_still_is(index: Index) -> Non
     index.unpublish("default", gone.manifest.id)
     index.rebuild([kept], [], [])
     removed: set[str] = set()
-    index.reclaim(lambda records, chunks: removed.update(chunks))
+    index.reclaim(lambda _, chunks: removed.update(chunks))
     assert removed == set(gone.specs())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Self
 
 import pytest
-
 from index_support import DAY, begin, empty_index, entry, keys, publish, send
+
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing
 from repo_service.index import Entry, Index, reclaim
 
@@ -21,21 +23,23 @@ def index(tmp_path: Path) -> Iterator[Index]:
         yield opened
 
 
+@dataclass
 class Store:
     """The chunks and block records that a store would hold."""
 
-    def __init__(self, *entries: Entry) -> None:
-        self.chunks = {digest for what in entries for digest in what.specs()}
-        self.records = {(what.namespace, key) for what in entries for key in keys(what)}
+    chunks: set[str]
+    records: set[tuple[str, str]]
 
-    def remove(self, records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+    @classmethod
+    def of(cls, *entries: Entry) -> Self:
+        return cls(
+            {digest for what in entries for digest in what.specs()},
+            {(what.namespace, key) for what in entries for key in keys(what)},
+        )
+
+    def remove(self, records: list[tuple[str, str]], chunks: list[str]) -> None:
         self.records -= set(records)
         self.chunks -= set(chunks)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Store) and (self.chunks, self.records) == (other.chunks, other.records)
-
-    __hash__ = None
 
 
 def size(*entries: Entry) -> int:
@@ -44,20 +48,20 @@ def size(*entries: Entry) -> int:
 
 def test_what_an_unpublished_artifact_alone_needed_is_freed(index: Index) -> None:
     short, long = entry(range(32)), entry(range(64))
-    store = Store(short, long)
+    store = Store.of(short, long)
     publish(index, short)
     publish(index, long)
     assert index.reclaim(store.remove) == (0, 0)
     index.unpublish("default", long.manifest.id)
     only_long = set(long.specs()) - set(short.specs())
     assert index.reclaim(store.remove) == (len(only_long), size(short, long) - size(short))
-    assert store == Store(short)
+    assert store == Store.of(short)
     assert index.reclaim(store.remove) == (0, 0)
 
 
 def test_what_a_running_push_of_any_namespace_needs_stays(index: Index) -> None:
     what = entry(range(40))
-    store = Store(what)
+    store = Store.of(what)
     publish(index, what)
     mine, theirs = begin(index), begin(index, "theirs")
     index.offer(mine, what.records, what.specs())
@@ -75,7 +79,7 @@ def test_what_a_running_push_of_any_namespace_needs_stays(index: Index) -> None:
 
 def test_a_push_that_was_told_a_chunk_is_there_can_commit_after_its_artifact_is_gone(index: Index) -> None:
     what = entry(range(40))
-    store = Store(what)
+    store = Store.of(what)
     publish(index, what)
     push = begin(index)
     assert index.offer(push, what.records, what.specs()).missing == []
@@ -83,59 +87,59 @@ def test_a_push_that_was_told_a_chunk_is_there_can_commit_after_its_artifact_is_
     index.reclaim(store.remove)
     assert index.unarrived(push, list(what.specs())) == []
     index.publish(what)
-    assert store == Store(what)
+    assert store == Store.of(what)
 
 
 def test_bytes_that_two_namespaces_published_stay_until_both_let_go(index: Index) -> None:
     mine, theirs = entry(range(40)), entry(range(40), namespace="theirs")
-    store = Store(mine, theirs)
+    store = Store.of(mine, theirs)
     for what in (mine, theirs):
         publish(index, what)
     index.unpublish("default", mine.manifest.id)
     assert index.reclaim(store.remove) == (0, 0)
-    assert store == Store(theirs)
+    assert store == Store.of(theirs)
     index.unpublish("theirs", theirs.manifest.id)
     assert index.reclaim(store.remove) == (len(mine.specs()), size(mine))
-    assert store == Store()
+    assert store == Store.of()
 
 
 def test_bytes_that_two_namespaces_let_go_of_at_once_are_freed_once(index: Index) -> None:
     both = [entry(range(40), namespace=namespace) for namespace in ("one", "two")]
-    store = Store(*both)
+    store = Store.of(*both)
     for what in both:
         publish(index, what)
     for what in both:
         index.unpublish(what.namespace, what.manifest.id)
     assert index.reclaim(store.remove) == (len(both[0].specs()), size(both[0]))
-    assert store == Store()
+    assert store == Store.of()
 
 
 def test_what_an_expired_push_sent_is_freed(index: Index) -> None:
     what = entry(range(40))
-    store = Store(what)
+    store = Store.of(what)
     send(index, begin(index), what)
     index.expire_pushes(datetime.now(UTC) + 2 * DAY)
     assert index.reclaim(store.remove) == (len(what.specs()), size(what))
-    assert store == Store()
+    assert store == Store.of()
 
 
 def test_bytes_that_came_without_being_noted_are_freed_but_not_counted(index: Index) -> None:
     """A crash between writing a chunk and noting its arrival."""
     what = entry(range(40))
-    store = Store(what)
+    store = Store.of(what)
     push = begin(index)
     index.offer(push, what.records, what.specs())
     index.end_push(push)
     assert index.reclaim(store.remove) == (0, 0)
-    assert store == Store()
+    assert store == Store.of()
 
 
 def test_what_a_committed_push_sent_stays(index: Index) -> None:
     what = entry(range(40))
-    store = Store(what)
+    store = Store.of(what)
     publish(index, what)
     assert index.reclaim(store.remove) == (0, 0)
-    assert store == Store(what)
+    assert store == Store.of(what)
 
 
 def test_many_batches_free_everything(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,21 +147,21 @@ def test_many_batches_free_everything(index: Index, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reclaim, "_RECORDS", reclaim._RECORDS.limit(7))
     monkeypatch.setattr(reclaim, "BATCH", 7)
     what = entry(range(200))
-    store = Store(what)
+    store = Store.of(what)
     publish(index, what)
     index.unpublish("default", what.manifest.id)
     assert index.reclaim(store.remove) == (len(what.specs()), size(what))
-    assert store == Store()
+    assert store == Store.of()
 
 
 def test_chunks_whose_removal_was_cut_short_are_promised_to_nobody(index: Index) -> None:
     """I4: some of the bytes are gone, the transaction was undone, as a crash would leave it."""
     what = entry(range(40))
-    store = Store(what)
+    store = Store.of(what)
     publish(index, what)
     index.unpublish("default", what.manifest.id)
 
-    def cut_short(records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+    def cut_short(records: list[tuple[str, str]], chunks: list[str]) -> None:
         store.remove(records[:1], chunks[:1])
         raise OSError("the disk went away")
 
@@ -169,13 +173,13 @@ def test_chunks_whose_removal_was_cut_short_are_promised_to_nobody(index: Index)
     assert index.offer(push, what.records, what.specs()).missing == list(what.specs())
     index.end_push(push)
     index.reclaim(store.remove)
-    assert store == Store()
+    assert store == Store.of()
 
 
 def test_an_offer_during_reclaiming_is_told_that_what_goes_is_missing_quay_6318(index: Index) -> None:
     """The offer waits for the write lock, so it never sees a row whose bytes are on their way out."""
     what = entry(range(40))
-    store = Store(what)
+    store = Store.of(what)
     publish(index, what)
     index.unpublish("default", what.manifest.id)
     push, answers, offering = begin(index), [], threading.Event()
@@ -186,7 +190,7 @@ def test_an_offer_during_reclaiming_is_told_that_what_goes_is_missing_quay_6318(
 
     racer = threading.Thread(target=offer)
 
-    def remove(records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+    def remove(records: list[tuple[str, str]], chunks: list[str]) -> None:
         racer.start()
         offering.wait()
         racer.join(0.2)
@@ -201,10 +205,10 @@ def test_an_offer_during_reclaiming_is_told_that_what_goes_is_missing_quay_6318(
 def test_pushes_and_reclaiming_at_once_lose_nothing_that_was_promised_quay_6318(index: Index) -> None:
     """Several pushers of the same content, one deleting and reclaiming: what is published is in the store."""
     what = entry(range(64))
-    store, lock, errors = Store(), threading.Lock(), []
+    store, lock, errors = Store.of(), threading.Lock(), []
     done = threading.Event()
 
-    def remove(records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
+    def remove(records: list[tuple[str, str]], chunks: list[str]) -> None:
         with lock:
             store.remove(records, chunks)
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from index_support import DAY, EPOCH, empty_index, entry, first_chunk, keys, publish
+from synthetic import fingerprint
+
 from repo_service.domain.errors import InvalidTokens, MalformedDigest, MalformedRequest
 from repo_service.domain.manifest import Exactness
 from repo_service.domain.views import ArtifactPage, ArtifactQuery
 from repo_service.index import Entry, Index
-from synthetic import fingerprint
 
 OTHER_MODEL = fingerprint(model={"weights": "sha256:" + "ab" * 32})
 OTHER_MACHINE = fingerprint(numerics={"torch": "2.10"})

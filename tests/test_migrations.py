@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from index_support import entry, publish
 from sqlalchemy import create_engine
 
 import repo_service
-from index_support import entry, publish
 from repo_service.domain.errors import NewerFormat, RepositoryError
 from repo_service.index import Index, migrate
 from repo_service.index.models import Base

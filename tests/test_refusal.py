@@ -87,9 +87,7 @@ def changed(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, int]:
         ("block size", "schedule.block_tokens"),
     ],
 )
-def test_an_artifact_of_another_kind_is_refused_naming_the_field(
-    repository: Repository, kind: str, field: str
-) -> None:
+def test_an_artifact_of_another_kind_is_refused_naming_the_field(repository: Repository, kind: str, field: str) -> None:
     with session_of(repository, llama(), families.tiny_tokenizer()) as session:
         session.deposit(TOKENS, tag="stored")
     model, tokenizer, block_tokens = changed(kind)
@@ -149,7 +147,10 @@ def with_adapter(seed: int) -> PreTrainedModel:
 def test_vllm_44701_other_adapter_weights_under_the_same_adapter_name_are_refused(repository: Repository) -> None:
     with session_of(repository, with_adapter(1)) as session:
         session.deposit(TOKENS, tag="stored")
-    with session_of(repository, with_adapter(2)) as session, pytest.raises(FingerprintMismatch, match=r"model\.weights"):
+    with (
+        session_of(repository, with_adapter(2)) as session,
+        pytest.raises(FingerprintMismatch, match=r"model\.weights"),
+    ):
         session.graft("stored")
 
 
@@ -177,14 +178,17 @@ def test_a_backend_changed_under_a_session_is_noticed(repository: Repository) ->
             session.graft("stored")
 
 
-@pytest.mark.parametrize(("family", "reason"), [
-    ("mamba2", "state-space"),
-    ("jamba", "state-space"),
-    ("qwen3_next", "state-space"),
-    ("lfm2", "state-space"),
-    ("t5", "encoder-decoder"),
-    ("bert", "without a causal KV cache"),
-])
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("mamba2", "state-space"),
+        ("jamba", "state-space"),
+        ("qwen3_next", "state-space"),
+        ("lfm2", "state-space"),
+        ("t5", "encoder-decoder"),
+        ("bert", "without a causal KV cache"),
+    ],
+)
 def test_a_model_that_cannot_be_grafted_is_refused_by_name_before_any_work(
     repository: Repository, family: str, reason: str
 ) -> None:
@@ -198,10 +202,13 @@ def _must_not_run(*_: object, **__: object) -> None:
     raise AssertionError("the model was run")
 
 
-@pytest.mark.parametrize(("setting", "value", "reason"), [
-    ("num_beams", 4, "beam"),
-    ("cache_implementation", "quantized", "quantized cache"),
-])
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("num_beams", 4, "beam"),
+        ("cache_implementation", "quantized", "quantized cache"),
+    ],
+)
 def test_generation_that_cannot_be_exact_is_refused_by_name(
     repository: Repository, setting: str, value: object, reason: str
 ) -> None:
@@ -216,17 +223,20 @@ def test_a_model_in_training_mode_is_refused(repository: Repository) -> None:
         session_of(repository, llama().train())
 
 
-@pytest.mark.parametrize(("tokens", "error", "message"), [
-    ([], InvalidTokens, "empty"),
-    ([1, 512], InvalidTokens, "512"),
-    ([-1], InvalidTokens, "-1"),
-    ([1.5], InvalidTokens, "integer"),
-    ([[1, 2], [3, 4]], InvalidTokens, "batch 1"),
-    (torch.tensor([[1, 2], [3, 4]]), InvalidTokens, "batch of 2"),
-    (torch.tensor([0.5]), InvalidTokens, "float"),
-    ([3] * 2049, ContextTooLong, "2048"),
-    ("a text", InvalidTokens, "without a tokenizer"),
-])
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([], InvalidTokens, "empty"),
+        ([1, 512], InvalidTokens, "512"),
+        ([-1], InvalidTokens, "-1"),
+        ([1.5], InvalidTokens, "integer"),
+        ([[1, 2], [3, 4]], InvalidTokens, "batch 1"),
+        (torch.tensor([[1, 2], [3, 4]]), InvalidTokens, "batch of 2"),
+        (torch.tensor([0.5]), InvalidTokens, "float"),
+        ([3] * 2049, ContextTooLong, "2048"),
+        ("a text", InvalidTokens, "without a tokenizer"),
+    ],
+)
 def test_bad_prompts_are_refused(
     repository: Repository, tokens: object, error: type[InvalidInput], message: str
 ) -> None:

@@ -24,8 +24,12 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run ``kvgraft`` with ``args``, by default the process's; returns the exit code."""
     arguments = list(sys.argv[1:] if args is None else args)
     try:
-        result = get_command(application()).main(arguments, prog_name="kvgraft", standalone_mode=False)
+        command = get_command(application())
+        with command.make_context("kvgraft", arguments) as context:
+            command.invoke(context)
         sys.stdout.flush()
+    except typer.Exit as end:
+        return end.exit_code
     except BrokenPipeError:
         # Whoever read the output has gone; the interpreter's last flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -34,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return errors.INTERRUPTED
     except Exception as error:
         return errors.report(error, as_json="--json" in arguments)
-    return result if isinstance(result, int) else 0
+    return 0
 
 
 def application() -> typer.Typer:

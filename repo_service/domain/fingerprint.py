@@ -71,8 +71,12 @@ class Fingerprint:
         return format_digest(SHA256, hashlib.sha256(framed).digest())
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[Any, Any]]:
-        """Fields in which two fingerprints differ, by dotted path, with both values; `ABSENT` for none."""
-        return dict(_differences(self.sections, other.sections, ""))
+        """Fields in which two fingerprints differ, by dotted path, with both values; causes before the canary."""
+        return {
+            path: values
+            for name in SECTIONS
+            for path, values in _differences(self.sections[name], other.sections[name], name)
+        }
 
     def require_equal(self, other: Fingerprint, what: str) -> None:
         """Refuse an artifact (``other``) that was made under another fingerprint.
@@ -100,7 +104,7 @@ class Fingerprint:
 def _differences(a: Any, b: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted({*a, *b}):
-            yield from _differences(a.get(key, ABSENT), b.get(key, ABSENT), f"{path}.{key}" if path else key)
+            yield from _differences(a.get(key, ABSENT), b.get(key, ABSENT), f"{path}.{key}")
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             yield from _differences(x, y, f"{path}[{i}]")

@@ -74,6 +74,9 @@ class Index:
 
     def claim(self, repository_id: str) -> None:
         """Tie the index to a repository; raises `NotARepository` if it is another's."""
+        with self._database.read() as connection:
+            if meta.claimed(connection, repository_id):
+                return
         with self._database.write_durably() as connection:
             meta.claim(connection, repository_id)
 
@@ -158,7 +161,8 @@ class Index:
         Raises
         ------
         ChunksMissing
-            If a chunk did not arrive in this namespace, or was reclaimed since.
+            If a chunk did not arrive in this namespace or was reclaimed since, or if a block is
+            neither published nor offered by a running push.
         Divergence
             If a block is published with another record.
         """
@@ -205,7 +209,8 @@ class Index:
         """Replace everything that is derived from the store, in one transaction.
 
         Pass generators that list the store only when iterated: that happens under the write lock,
-        and a listing made before it could miss an artifact published meanwhile.
+        and a listing made before it could miss an artifact published meanwhile. They must not use
+        the index.
 
         Raises
         ------

@@ -10,8 +10,8 @@ from repo_service.index.models import Meta
 _REPOSITORY_ID = "repository_id"
 
 
-def claim(connection: Connection, repository_id: str) -> None:
-    """Tie the index to a repository, once.
+def claimed(connection: Connection, repository_id: str) -> bool:
+    """True if the index is tied to this repository, False if it is tied to none.
 
     Raises
     ------
@@ -19,11 +19,16 @@ def claim(connection: Connection, repository_id: str) -> None:
         If it is another repository's index.
     """
     owner = connection.execute(select(Meta.value).where(Meta.name == _REPOSITORY_ID)).scalar()
-    if owner is None:
-        connection.execute(insert(Meta).values(name=_REPOSITORY_ID, value=repository_id))
-    elif owner != repository_id:
+    if owner not in (None, repository_id):
         raise NotARepository(
             f"the index belongs to the repository {owner}, the store to {repository_id}: give each its own index",
             repository_id=repository_id,
             index_repository_id=owner,
         )
+    return owner is not None
+
+
+def claim(connection: Connection, repository_id: str) -> None:
+    """Tie the index to a repository, once; raises as `claimed` does."""
+    if not claimed(connection, repository_id):
+        connection.execute(insert(Meta).values(name=_REPOSITORY_ID, value=repository_id))

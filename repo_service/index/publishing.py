@@ -27,6 +27,8 @@ from repo_service.index.models import (
     ChunkState,
     FingerprintRow,
     LooseRecord,
+    PushBlock,
+    PushRecord,
     Tag,
 )
 from repo_service.index.pushes import divergent_blocks
@@ -34,6 +36,14 @@ from repo_service.index.pushes import divergent_blocks
 _KEYS = digest_list("keys")
 _BLOCK_IDS = select(Block.key, Block.id).join(
     _KEYS, (Block.namespace == bindparam("namespace")) & (Block.key == _KEYS.c.digest)
+)
+_UNHELD = select(_KEYS.c.digest).where(
+    ~exists().where(Block.namespace == bindparam("namespace"), Block.key == _KEYS.c.digest),
+    ~exists().where(
+        PushBlock.key == _KEYS.c.digest,
+        PushRecord.id == PushBlock.push_id,
+        PushRecord.namespace == bindparam("namespace"),
+    ),
 )
 _OTHER_BLOCK = ArtifactBlock.__table__.alias("other_block")
 
@@ -54,6 +64,15 @@ def publish(connection: Connection, entry: Entry) -> None:
             f"{len(missing)} chunks of the artifact are not in the repository, the first is {missing[0]}; "
             "offer its blocks, send what is missing, then commit again",
             missing=missing[:1000],
+        )
+    # A push that expired in the middle of its commit may have lost block records to reclaiming.
+    keys = [parse_digest(record.key, SHA256) for record in entry.records]
+    unheld = connection.scalars(_UNHELD, bound(keys, "keys") | {"namespace": entry.namespace}).first()
+    if unheld is not None:
+        raise ChunksMissing(
+            f"no running push offers the block {format_digest(SHA256, unheld)}: the push has expired; offer the "
+            "blocks again in a new one",
+            block_key=format_digest(SHA256, unheld),
         )
     _insert(connection, entry, known)
 

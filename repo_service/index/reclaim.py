@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, bindparam, delete, exists, select, update
@@ -20,7 +20,7 @@ from repo_service.index.models import (
 
 BATCH = 1000
 
-Remove = Callable[[Sequence[tuple[str, str]], Sequence[str]], None]
+Remove = Callable[[list[tuple[str, str]], list[str]], None]
 """Removes block records, by (namespace, key), and chunks, by digest, from the store; either may be gone already."""
 
 

@@ -1,0 +1,93 @@
+"""Deposit: a state computed under the canonical schedule, or a recorded run's, published as an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine_adapter.engine import Progress, Tokens
+from engine_adapter.run import Run
+from engine_adapter.state import BlockRecorder
+from engine_adapter.transfer import BlockWriter
+from repo_service.domain.errors import InvalidInput
+from repo_service.domain.manifest import Manifest, token_chunks
+from repo_service.domain.names import check_tag
+from repo_service.domain.repository import Push
+from repo_service.domain.views import ArtifactInfo
+
+if TYPE_CHECKING:
+    from engine_adapter.session import GraftSession
+
+
+def deposit(
+    session: GraftSession,
+    source: Tokens | str | Run,
+    *,
+    tag: str | None,
+    text: str | None,
+    annotations: dict[str, str],
+    private_tokens: bool,
+    graft: bool,
+    progress: Progress | None,
+) -> ArtifactInfo:
+    """Publish; see `GraftSession.deposit`."""
+    if tag is not None:
+        check_tag(tag)
+    if isinstance(source, Run):
+        ids = list(source.tokens)
+        if source.recorder is None:
+            raise InvalidInput("this run was not recorded: make it with record=True to deposit it")
+    else:
+        ids = session.encode(source)
+    with session.repository.begin_push(session.fingerprint, session.namespace) as push:
+        writer = BlockWriter(push, session.layout, session.fingerprint.id, ids)
+        try:
+            if isinstance(source, Run):
+                _write_recorded(source, writer)
+            else:
+                _compute(session, ids, writer, graft=graft, progress=progress)
+            records = writer.finish()
+        finally:
+            writer.close()
+        info = push.commit(
+            Manifest(
+                session.fingerprint,
+                len(ids),
+                None if private_tokens else _send_tokens(push, ids),
+                tuple((record.key, record.digest) for record in records),
+                parent=source.artifact_id if isinstance(source, Run) else None,
+                annotations=annotations,
+                text=text,
+            )
+        )
+    if tag is not None:
+        session.repository.set_tag(session.namespace, tag, info.id)
+        info = session.repository.artifact(info.id, session.namespace)
+    return info
+
+
+def _compute(
+    session: GraftSession, ids: Sequence[int], writer: BlockWriter, *, graft: bool, progress: Progress | None
+) -> None:
+    run = session.graft_prefix(ids, progress) if graft else session.new_run()
+    writer.known(run.stored)
+    run.recorder = BlockRecorder(session.layout, writer)
+    session.extend(run, ids[len(run.tokens) :], progress=progress)
+    run.recorder.finish()
+
+
+def _write_recorded(run: Run, writer: BlockWriter) -> None:
+    writer.known(run.stored)
+    for block in run.blocks:
+        writer(block)
+    partial = run.recorder.snapshot() if run.recorder is not None else None
+    if partial is not None:
+        writer(partial)
+
+
+def _send_tokens(push: Push, ids: Sequence[int]) -> tuple[str, ...]:
+    chunks = token_chunks(ids)
+    contents = dict(chunks)
+    for digest in push.offer_tokens(len(ids), list(contents)):
+        push.put(digest, contents[digest])
+    return tuple(digest for digest, _ in chunks)

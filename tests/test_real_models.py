@@ -1,0 +1,116 @@
+"""Real models: exact around every boundary that matters, across processes, through the service, and refused elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from exactness import fresh_logits, sha256
+from graft_process import run_process
+from serving import served
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine_adapter import GraftSession, open_repository
+from engine_adapter.demo_models import fetch
+from repo_service.domain.schedule import canonical_steps
+
+TEXT = files("engine_adapter").joinpath("data/demo.txt").read_text()
+OTHER_ARCHITECTURES = [
+    ("float32", {"ATEN_CPU_CAPABILITY": "avx2"}),
+    ("float32", {"MKL_CBWR": "COMPATIBLE"}),
+    ("float32", {"MKL_CBWR": "AVX2"}),
+    ("bfloat16", {"ONEDNN_MAX_CPU_ISA": "AVX2"}),
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> str:
+    return str(fetch("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def gemma3() -> str:
+    return str(fetch("gemma3"))
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def text_tokens(path: str, count: int) -> list[int]:
+    ids: list[int] = AutoTokenizer.from_pretrained(path).encode(TEXT)
+    assert len(ids) >= count
+    return ids[:count]
+
+
+@contextmanager
+def session_on(url: str, path: str, dtype: str, attention: str, block_tokens: int) -> Iterator[GraftSession]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
+    with (
+        open_repository(url) as repository,
+        GraftSession(model, None, repository, block_tokens=block_tokens) as session,
+    ):
+        yield session
+
+
+def check_points(session: GraftSession, stored: list[int], lengths: list[int], matrix: list[str]) -> None:
+    size = session.layout.block_tokens
+    session.deposit(stored)
+    for length in lengths:
+        boundary = (length - 1) // size * size
+        prompt = stored[:boundary] + stored[::-1][: length - boundary]
+        run = session.prefill(prompt)
+        assert (run.grafted_tokens, run.computed_tokens) == (boundary, length - boundary)
+        fresh = fresh_logits(session.model, prompt, canonical_steps(0, length, size))
+        assert sha256(run.logits) == sha256(fresh), f"length {length}, blocks of {size}"
+        matrix.append(f"{type(session.model).__name__} {session.model.dtype} {size} {length}")
+
+
+@pytest.mark.parametrize(("dtype", "attention"), [("float32", "sdpa"), ("bfloat16", "sdpa"), ("float32", "eager")])
+def test_smollm2_grafts_exactly(smollm2: str, tmp_path: Path, dtype: str, attention: str, matrix: list[str]) -> None:
+    with session_on(f"file://{tmp_path}/repository", smollm2, dtype, attention, 256) as session:
+        check_points(session, text_tokens(smollm2, 1024), [257, 512 + 37, 1024], matrix)
+
+
+@pytest.mark.parametrize("block_tokens", [256, 1024])
+def test_transformers_37574_gemma3_grafts_exactly_around_its_window(
+    gemma3: str, tmp_path: Path, block_tokens: int, matrix: list[str]
+) -> None:
+    with session_on(f"file://{tmp_path}/repository", gemma3, "bfloat16", "sdpa", block_tokens) as session:
+        window = session.model.config.sliding_window
+        assert window == 512
+        lengths = [n + 1 for n in (window - 1, window, window + 1, 2 * window)]
+        check_points(session, text_tokens(gemma3, 2 * block_tokens if block_tokens > 512 else 1536), lengths, matrix)
+
+
+def test_a_graft_is_exact_in_another_process_and_through_the_service(smollm2: str, tmp_path: Path) -> None:
+    tokens = text_tokens(smollm2, 600)
+    with served(tmp_path / "repository") as url:
+        made = run_process(url, smollm2, "deposit", tokens)
+        grafted = run_process(url, smollm2, "graft", tokens)
+        again = run_process(url, smollm2, "prefill", tokens)
+    assert grafted["sha256"] == again["sha256"] == made["sha256"]
+    assert (grafted["grafted"], again["grafted"]) == (600, 512)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_another_architecture_on_the_same_machine_is_refused_and_another_thread_count_is_not(
+    smollm2: str, tmp_path: Path, dtype: str
+) -> None:
+    url, tokens = f"file://{tmp_path}/repository", text_tokens(smollm2, 300)
+    made = run_process(url, smollm2, "deposit", tokens, dtype=dtype)
+    one_thread = run_process(url, smollm2, "graft", tokens, dtype=dtype, threads=1)
+    assert one_thread["sha256"] == made["sha256"]
+    for env in (env for kind, env in OTHER_ARCHITECTURES if kind == dtype):
+        other = run_process(url, smollm2, "graft", tokens, dtype=dtype, env=env)
+        assert other["error"]["code"] == "fingerprint_mismatch", env
+        assert any(field.startswith(("canary.", "numerics.")) for field in other["error"]["details"]["fields"])
+        assert run_process(url, smollm2, "prefill", tokens, dtype=dtype, env=env)["grafted"] == 0
