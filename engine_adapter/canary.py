@@ -305,7 +305,7 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             self._note_linear(*args, **kwargs)
-        elif func is F.grouped_mm:
+        elif func is torch._grouped_mm:
             self._note_grouped(*args, **kwargs)
         elif func is F.scaled_dot_product_attention:
             self._note_attention(*args, **kwargs)
@@ -320,7 +320,7 @@ class _Recorder(TorchFunctionMode):
 
     def _note_grouped(self, mat_a: Tensor, mat_b: Tensor, **_: Any) -> None:
         one_group = _Operand.like(mat_b[:1])
-        self._projections[_Projection(F.grouped_mm, 2, one_group, None), mat_a.shape[0]] = None
+        self._projections[_Projection(torch._grouped_mm, 2, one_group, None), mat_a.shape[0]] = None
 
     def _note_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any

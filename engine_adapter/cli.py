@@ -42,8 +42,10 @@ _TOKENS_HELP = "File of token ids: a JSON list, or numbers apart by white space;
 
 Model = Annotated[str, typer.Option("--model", metavar="NAME", help=_MODEL_HELP)]
 OptionalModel = Annotated[str | None, typer.Option("--model", metavar="NAME", help=_MODEL_HELP)]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype to load the model in; auto is that of its weights.")]
-AttentionOption = Annotated[Attention, typer.Option("--attention", help="Attention backend.")]
+DtypeOption = Annotated[
+    Dtype, typer.Option("--dtype", help="float32, bfloat16, float16, or auto: that of the weights.")
+]
+AttentionOption = Annotated[Attention, typer.Option("--attention", help="Attention backend: eager or sdpa.")]
 Device = Annotated[
     str | None,
     typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; by default a GPU where there is one."),

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -55,6 +56,7 @@ def process(root: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[s
             running.wait(30)
 
 
+@cache
 def big_artifact() -> Made:
     """An artifact of two blocks whose every chunk has 8 MiB."""
     arrays = [

@@ -40,7 +40,6 @@ from repo_service.domain.errors import (
     ServiceError,
     SizeMismatch,
     TagNotFound,
-    TooLarge,
     Unavailable,
 )
 from repo_service.domain.layout import ChunkSpec
@@ -233,7 +232,7 @@ def test_errors_arrive_in_the_type_of_their_code_with_their_details(repository: 
         push.put(missing[0], b"")
     with pytest.raises(ChunkNotFound):
         push.put("blake3:" + "0" * 64, data)
-    with pytest.raises(TooLarge):
+    with pytest.raises(SizeMismatch):
         push.put(missing[0], bytes(8 * 2**20 + 1))
     push.abort()
     with pytest.raises(PushNotFound):

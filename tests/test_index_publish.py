@@ -23,7 +23,6 @@ from repo_service.domain.errors import (
     NotARepository,
     TagNotFound,
 )
-from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.views import Divergence as DivergenceView
 from repo_service.index import Index
 
@@ -120,10 +119,12 @@ def test_artifacts_with_a_common_prefix_share_its_blocks(index: Index) -> None:
     assert stats.unique_bytes < stats.total_bytes
 
 
-def test_an_entry_whose_chunk_has_another_shape_than_was_pushed_is_refused(index: Index) -> None:
+def test_an_entry_whose_chunk_has_another_shape_than_was_pushed_is_refused(index: Index, tmp_path: Path) -> None:
     push, what = begin(index), entry(range(40))
+    send(index, push, what)
     digest = first_chunk(what)
-    index.offer(push, [], {digest: ChunkSpec("float16", what.specs()[digest].shape)})
+    with closing(sqlite3.connect(tmp_path / "index.db")) as connection, connection:
+        connection.execute("UPDATE chunks SET dtype = 'float16' WHERE dtype = 'bfloat16'")
     with pytest.raises(MalformedDocument, match=digest):
         index.publish(what)
 

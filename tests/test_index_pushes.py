@@ -123,14 +123,26 @@ def test_a_record_that_diverges_from_a_published_one_is_named_and_nothing_is_rem
     assert index.offer(begin(index, "stranger"), other.records, other.specs()).divergent == []
 
 
-def test_a_chunk_is_refused_under_another_shape_than_it_is_known_with(index: Index) -> None:
+def test_a_chunk_that_is_there_is_refused_under_another_shape(index: Index) -> None:
     push, what = begin(index), entry(range(20))
-    index.offer(push, what.records, what.specs())
+    send(index, push, what)
     digest = first_chunk(what)
     known = what.specs()[digest]
     for spec in (ChunkSpec("float16", known.shape), replace(known, shape=(1, *known.shape))):
         with pytest.raises(MalformedDocument, match=digest):
             index.offer(push, [], {digest: spec})
+
+
+def test_what_one_push_says_of_a_chunk_binds_no_other(index: Index) -> None:
+    """Until its bytes have arrived nobody knows; a false offer must not spoil an honest push."""
+    false, honest, what = begin(index), begin(index), entry(range(20))
+    digest = first_chunk(what)
+    index.offer(false, [], {digest: ChunkSpec("float32", (1,))})
+    send(index, honest, what)
+    assert index.wanted(honest, digest) == what.specs()[digest]
+    assert index.wanted(false, digest) == ChunkSpec("float32", (1,))
+    index.publish(what)
+    assert index.holds_chunk("default", what.manifest.id, digest) == what.specs()[digest]
 
 
 def test_an_ended_an_expired_and_an_unknown_push_look_the_same(index: Index) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from index_support import DAY, EPOCH, begin, empty_index, entry, keys, publish, send
+from index_support import DAY, EPOCH, begin, empty_index, entry, first_chunk, keys, publish, send
 from synthetic import fingerprint
 
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing, Divergence
+from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.views import ArtifactQuery, TagInfo
 from repo_service.domain.views import Divergence as DivergenceView
 from repo_service.index import Entry, Index, Rebuilt
@@ -129,6 +130,15 @@ def test_a_running_push_sends_again_what_the_store_no_longer_has(lived: Index) -
     with pytest.raises(ChunksMissing):
         lived.publish(what)
     assert lived.unarrived(push, list(what.specs())) == list(what.specs())
+
+
+def test_a_false_offer_does_not_spoil_a_rebuild(index: Index) -> None:
+    what = entry(range(40))
+    digest = first_chunk(what)
+    index.offer(begin(index), [], {digest: ChunkSpec("float32", (1,))})
+    index.rebuild([what], [], [])
+    assert index.holds_chunk("default", what.manifest.id, digest) == what.specs()[digest]
+    assert index.stats("default").unique_bytes == sum(spec.size for spec in what.specs().values())
 
 
 def test_bytes_of_an_artifact_that_a_rebuild_did_not_find_are_not_reclaimed(lived: Index) -> None:

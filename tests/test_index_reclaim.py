@@ -77,6 +77,19 @@ def test_what_a_running_push_of_any_namespace_needs_stays(index: Index) -> None:
     assert store.chunks == set()
 
 
+def test_a_chunk_that_two_pushes_await_is_awaited_until_both_end(index: Index) -> None:
+    what = entry(range(40))
+    store = Store.of(what)
+    ended, running = begin(index), begin(index)
+    index.offer(ended, what.records, what.specs())
+    index.offer(running, what.records, what.specs())
+    index.end_push(ended)
+    assert index.reclaim(store.remove) == (0, 0)
+    assert store == Store.of(what)
+    send(index, running, what)
+    index.publish(what)
+
+
 def test_a_push_that_was_told_a_chunk_is_there_can_commit_after_its_artifact_is_gone(index: Index) -> None:
     what = entry(range(40))
     store = Store.of(what)

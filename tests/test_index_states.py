@@ -15,11 +15,7 @@ from repo_service.domain.errors import ArtifactNotFound, ChunksMissing
 from repo_service.index import Index
 from repo_service.index.models import ChunkState
 
-ENTRIES = [
-    entry(tokens, namespace=namespace)
-    for namespace in ("one", "two")
-    for tokens in ([0] * 16, [0] * 20)
-]
+ENTRIES = [entry(tokens, namespace=namespace) for namespace in ("one", "two") for tokens in ([0] * 16, [0] * 20)]
 
 entries = st.integers(0, len(ENTRIES) - 1)
 operations = st.lists(

@@ -65,7 +65,7 @@ PURE = {
     "math", "pydantic", "re", "repo_service", "types", "typing", "typing_extensions",
 }  # fmt: skip
 
-LONGEST_FILE = 500
+LONGEST_FILE = 480
 
 
 def sources(*folders: str) -> dict[str, Path]:
@@ -124,31 +124,23 @@ def test_the_domain_is_pure(module: str) -> None:
 
 
 _WITHOUT_AN_ENGINE = """
-import sys
+import importlib, sys
 
 class NoEngine:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "transformers", "safetensors", "accelerate", *sys.argv[2:]}:
+        if name.split(".")[0] in {"torch", "transformers", "safetensors", "accelerate", "engine_adapter"}:
             raise ModuleNotFoundError(f"no module named {name}", name=name)
 
 sys.meta_path.insert(0, NoEngine())
-exec(sys.argv[1])
+for name in sys.argv[1:]:
+    importlib.import_module(name)
 """
-
-
-def without_an_engine(code: str, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-c", _WITHOUT_AN_ENGINE, code, *more]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_repo_service_needs_no_engine() -> None:
     names = [name for name in MODULES if under(name, "repo_service") and not name.endswith("__main__")]
-    run = without_an_engine(f"import {', '.join(names)}", "engine_adapter")
-    assert run.returncode == 0, run.stderr
-
-
-def test_the_command_works_without_an_engine() -> None:
-    run = without_an_engine("from repo_service.cli.main import main; sys.exit(main(['stats', '--help']))")
+    command = [sys.executable, "-W", "error", "-c", _WITHOUT_AN_ENGINE, *names]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr
 
 
@@ -383,7 +375,3 @@ def test_every_report_has_a_test_or_a_later_issue() -> None:
             path = ROOT / "tests" / f"{file}.py"
             assert path.is_file(), f"{report}: there is no {path.name}"
             assert name in names_of_tests(path), f"{report}: {path.name} has no {name}"
-        numbers = re.findall(r"\d+", report)
-        assert not named or any(number in name for number in numbers for _, name in named), (
-            f"no test of {report} carries its number"
-        )

@@ -156,6 +156,8 @@ def upgrade() -> None:
         "push_chunks",
         sa.Column("push_id", BIG, nullable=False),
         sa.Column("chunk_id", BIG, nullable=False),
+        sa.Column("dtype", sa.Text(), nullable=False),
+        sa.Column("shape", sa.Text(), nullable=False),
         sa.ForeignKeyConstraint(["chunk_id"], ["chunks.id"], name="fk_push_chunks_chunk_id"),
         sa.ForeignKeyConstraint(["push_id"], ["pushes.id"], name="fk_push_chunks_push_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("push_id", "chunk_id", name="pk_push_chunks"),

@@ -146,9 +146,10 @@ def put_tag(context: ContextOf, namespace: Namespace, name: str, body: TagReques
 
 
 @router.delete("/tags/{name}", tags=["tags"], status_code=204, responses=error_answers(MalformedName, TagNotFound))
-def delete_tag(context: ContextOf, namespace: Namespace, name: str) -> None:
+def delete_tag(context: ContextOf, namespace: Namespace, name: str) -> Response:
     """Remove a tag; the artifact stays."""
     context.repository.delete_tag(namespace, name)
+    return Response(status_code=204)
 
 
 @router.get("/stats", tags=["namespaces"], responses=error_answers(MalformedName))

@@ -24,8 +24,6 @@ MAX_JSON_BYTES = 32 * 2**20
 # Larger documents take turns, since a parsed one needs several times its size.
 _SMALL = 256 * 1024
 
-_CLOSE = {"Connection": "close"}
-
 
 def content_length(request: Request) -> int | None:
     """The body's announced length, or None for a chunked body."""
@@ -108,7 +106,7 @@ def _require_json(request: Request) -> None:
     message = email.message.Message()
     message["content-type"] = request.headers.get("content-type", "")
     if message.get_content_type() != "application/json":
-        raise HTTPException(415, "the body must be JSON, with Content-Type: application/json", _CLOSE)
+        raise HTTPException(415, "the body must be JSON, with Content-Type: application/json")
 
 
 async def _parse(data: bytes) -> Any:
@@ -134,7 +132,7 @@ async def _pieces(request: Request, settings: Settings) -> AsyncIterator[bytes]:
             async with asyncio.timeout_at(min(clock() + settings.stall_seconds, deadline)):
                 message = await request.receive()
         except TimeoutError:
-            raise HTTPException(408, "the body did not arrive in time", _CLOSE) from None
+            raise HTTPException(408, "the body did not arrive in time", {"Connection": "close"}) from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         more = message.get("more_body", False)

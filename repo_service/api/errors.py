@@ -66,8 +66,7 @@ HTTP_CODES: Mapping[int, str] = {
     416: "range_not_satisfiable",
 }
 
-# The rest of a body that is too large is not worth reading.
-_HEADERS = {413: {"Connection": "close"}, 503: {"Retry-After": "1"}}
+_RETRY_AFTER = {"Retry-After": "1"}
 
 _MAX_PROBLEMS = 20
 
@@ -113,8 +112,8 @@ async def _kvgraft_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KvgraftError)
     status = STATUS[error.code]
     if status >= 500:
-        _log.error("%s: %s", error.code, error.message)
-    return JSONResponse({"error": error.to_json()}, status, _HEADERS.get(status))
+        _log.log(logging.INFO if status == 503 else logging.ERROR, "%s: %s", error.code, error.message)
+    return JSONResponse({"error": error.to_json()}, status, _RETRY_AFTER if status == 503 else None)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -124,10 +123,16 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
     return await _kvgraft_error(request, MalformedRequest(f"the request is malformed: {listed}", problems=problems))
 
 
-async def _http_error(_: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    code = HTTP_CODES.get(error.status_code, "malformed_request" if error.status_code < 500 else "internal_error")
-    return JSONResponse(error_body(code, str(error.detail), {}), error.status_code, error.headers)
+    status, headers = error.status_code, error.headers or {}
+    code = HTTP_CODES.get(status, "malformed_request" if status < 500 else KvgraftError.code)
+    message = error.detail
+    if status == 404:
+        message = f"there is no route {request.url.path[:200]}: see /v1/openapi.json"
+    elif status == 405:
+        message = f"{request.url.path[:200]} does not answer {request.method}, only {headers.get('Allow')}"
+    return JSONResponse(error_body(code, message, {}), status, headers)
 
 
 async def _too_deep(request: Request, _: Exception) -> JSONResponse:

@@ -78,7 +78,7 @@ async def put_chunk(request: Request, context: ContextOf, push_id: PushId, diges
     parse_digest(digest, BLAKE3)
     length = content_length(request)
     if length is None:
-        raise HTTPException(411, "a chunk is sent with its Content-Length", {"Connection": "close"})
+        raise HTTPException(411, "a chunk is sent with its Content-Length")
     if length > MAX_CHUNK_BYTES:
         raise TooLarge(
             f"the body has {length} bytes; a chunk has at most {MAX_CHUNK_BYTES}", size=length, limit=MAX_CHUNK_BYTES
@@ -111,6 +111,7 @@ async def commit_push(request: Request, context: ContextOf, push_id: PushId) -> 
 
 
 @router.delete("", status_code=204, responses=error_answers(Unavailable))
-def abort_push(context: ContextOf, push_id: PushId) -> None:
+def abort_push(context: ContextOf, push_id: PushId) -> Response:
     """Give the push up; harmless after a commit."""
     context.repository.resume_push(push_id).abort()
+    return Response(status_code=204)

@@ -76,7 +76,7 @@ def query(
     ] = None,
     tag: Annotated[str | None, typer.Option("--tag", help="Under this tag.")] = None,
     annotation: Annotations = None,
-    exactness: Annotated[ExactnessClass | None, typer.Option("--exactness", help="Of this exactness class.")] = None,
+    exactness: Annotated[ExactnessClass | None, typer.Option("--exactness", help="exact or lossy.")] = None,
     created_after: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +87,7 @@ def query(
         str | None, typer.Option("--created-before", metavar="TIME", help="Older than this.")
     ] = None,
     text: Annotated[str | None, typer.Option("--text", help="Words that the artifact's text holds.")] = None,
-    sort: Annotated[Sort, typer.Option("--sort", help="What to sort by.")] = Sort.CREATED_AT,
+    sort: Annotated[Sort, typer.Option("--sort", help="created_at, token_count or total_bytes.")] = Sort.CREATED_AT,
     ascending: Annotated[bool, typer.Option("--ascending", help="The smallest or oldest first.")] = False,
     limit: Limit = 50,
     cursor: Cursor = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from repo_service.domain.errors import InvalidInput
+from repo_service.domain.errors import InvalidInput, InvalidTokens
 
 MAX_INPUT_BYTES = 64 * 2**20
 
@@ -28,15 +28,15 @@ def read_tokens(name: str) -> list[int]:
 
     Raises
     ------
-    InvalidInput
+    InvalidTokens, InvalidInput
     """
     text = read_text(name).strip()
     try:
         ids = json.loads(text) if text.startswith("[") else [int(word) for word in text.split()]
     except (ValueError, RecursionError):
         ids = None
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise InvalidInput(f"{name} holds no token ids: a JSON list of integers, or integers apart by white space")
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise InvalidTokens(f"{name} holds no token ids: a JSON list of integers, or integers apart by white space")
     return ids
 
 

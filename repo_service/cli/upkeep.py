@@ -38,7 +38,7 @@ def serve(
             envvar=REPO_VARIABLE,
             metavar="URL",
             help="Repository to serve: file:///absolute/path or memory:.",
-            show_default=DEFAULT_REPO,
+            show_default=f"KVGRAFT_REPOSITORY, or {DEFAULT_REPO}",
         ),
     ] = None,
     host: Annotated[

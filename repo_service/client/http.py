@@ -19,10 +19,11 @@ from repo_service.domain.errors import (
     InvalidInput,
     PushNotFound,
     ServiceError,
+    SizeMismatch,
     Unavailable,
 )
 from repo_service.domain.fingerprint import Fingerprint
-from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.layout import MAX_CHUNK_BYTES, ChunkSpec
 from repo_service.domain.manifest import MAX_MANIFEST_BYTES, BlockRecord, Manifest
 from repo_service.domain.names import check_namespace, check_tag, is_artifact_reference
 from repo_service.domain.repository import Push, Repository
@@ -89,7 +90,7 @@ class HttpRepository(Repository):
         return self._ask(ArtifactInfo, "GET", _artifact(namespace, ref))
 
     def manifest(self, ref: str, namespace: str) -> Manifest:
-        artifact_id = ref if len(ref) == 71 else self.artifact(ref, namespace).id
+        artifact_id = ref if _is_whole_id(ref) else self.artifact(ref, namespace).id
         data = self._call("GET", f"{_artifact(namespace, artifact_id)}/manifest", limit=MAX_MANIFEST_BYTES)
         found = sha256_digest(data)
         if found != artifact_id:
@@ -187,6 +188,8 @@ class HttpPush(Push):
     def put(self, digest: str, data: Buffer) -> None:
         parse_digest(digest, BLAKE3)
         octets = memoryview(data).cast("B")
+        if len(octets) > MAX_CHUNK_BYTES:
+            raise SizeMismatch(f"the chunk {digest} can't have {len(octets)} bytes", digest=digest)
         self._transport.call("PUT", f"{self._path}/chunks/{digest}", octets, media_type=OCTETS, limit=0)
 
     def commit(self, manifest: Manifest) -> ArtifactInfo:
@@ -257,6 +260,10 @@ def _parse(data: bytes, method: str, path: str) -> Any:
 
 def _nonsense(method: str, path: str) -> ServiceError:
     return ServiceError(f"{method} {path} was answered with something else than this kvgraft expects", path=path)
+
+
+def _is_whole_id(ref: str) -> bool:
+    return is_artifact_reference(ref) and len(ref) == len("sha256:") + 64
 
 
 def _place(namespace: str) -> str:

@@ -33,6 +33,7 @@ _MAX_ERROR_BYTES = 2**20
 # A piece is hashed while it still lies in the core's cache.
 _PIECE = 512 * 1024
 
+_UNSENT = (urllib3.exceptions.ConnectTimeoutError, urllib3.exceptions.NewConnectionError)
 _LOST = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 
 T = TypeVar("T")
@@ -63,7 +64,7 @@ class Transport:
     """
 
     def __init__(
-        self, parts: SplitResult, token: str | None = None, *, retry_s: float = RETRY_S, connections: int = 16
+        self, parts: SplitResult, token: str | None = None, *, retry_s: float = RETRY_S, connections: int = 64
     ) -> None:
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._retry_s = retry_s
@@ -138,7 +139,7 @@ class Transport:
             except _Busy as busy:
                 reason, wait, last = busy.error, busy.delay_s, not again
             except _LOST as error:
-                unsent = isinstance(error, urllib3.exceptions.ConnectTimeoutError)
+                unsent = isinstance(error, _UNSENT)
                 reason, wait, last = self._unanswered(method, error, unsent), 0.0, not (again or unsent)
                 last = last or tries == _ATTEMPTS
             wait = max(wait, random.uniform(0, min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**tries)))

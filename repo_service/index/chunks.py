@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Row, bindparam, case, exists, select, update
@@ -37,6 +38,13 @@ _KNOWN = select(Chunk.digest, Chunk.id, Chunk.state, Chunk.dtype, Chunk.shape).j
     _DIGESTS, (Chunk.namespace == bindparam("namespace")) & (Chunk.digest == _DIGESTS.c.digest)
 )
 _SET_STATE = update(Chunk).where(Chunk.id.in_(id_list())).values(state=bindparam("new_state"))
+_STORE = (
+    update(Chunk)
+    .where(Chunk.id == bindparam("chunk_id"))
+    .values(
+        state=ChunkState.STORED, dtype=bindparam("of_dtype"), shape=bindparam("of_shape"), size=bindparam("of_size")
+    )
+)
 _UNPUBLISH = (
     update(Chunk)
     .where(
@@ -59,30 +67,37 @@ _UNPUSH = (
 )
 
 
-def ensure(connection: Connection, namespace: str, specs: Mapping[str, ChunkSpec]) -> dict[bytes, KnownChunk]:
+def ensure(
+    connection: Connection, namespace: str, specs: Mapping[str, ChunkSpec], *, proven: bool = False
+) -> dict[bytes, KnownChunk]:
     """Rows for all chunks, by digest; those that are new are AWAITED.
+
+    With ``proven``, the specs replace what was said of chunks that are not present.
 
     Raises
     ------
     MalformedDocument
-        If a digest is known with another dtype or shape, to which it commits.
+        If a chunk is present with another dtype or shape, to which its digest commits.
     """
     wanted = {parse_digest(digest, BLAKE3): spec for digest, spec in specs.items()}
-    shapes = {spec: json.dumps(spec.shape) for spec in set(wanted.values())}
     known = lookup(connection, namespace, list(wanted))
     for digest, chunk in known.items():
         spec = wanted[digest]
-        if (chunk.dtype, chunk.shape) != (spec.dtype, shapes[spec]):
+        if (chunk.dtype, chunk.shape) == (spec.dtype, shape_text(spec.shape)):
+            continue
+        if chunk.present:
             raise MalformedDocument(
-                f"the chunk {format_digest(BLAKE3, digest)} is listed as {spec.dtype} {shapes[spec]}; its digest "
+                f"the chunk {format_digest(BLAKE3, digest)} is listed as {spec.dtype} {list(spec.shape)}; its digest "
                 f"commits to {chunk.dtype} {chunk.shape}"
             )
+        if proven:
+            store(connection, chunk.id, spec)
     absent = [digest for digest in wanted if digest not in known]
     insert_many(
         connection,
         (Chunk.namespace, Chunk.digest, Chunk.dtype, Chunk.shape, Chunk.size, Chunk.state),
         (
-            (namespace, digest, spec.dtype, shapes[spec], spec.size, ChunkState.AWAITED)
+            (namespace, digest, spec.dtype, shape_text(spec.shape), spec.size, ChunkState.AWAITED)
             for digest, spec in ((digest, wanted[digest]) for digest in absent)
         ),
     )
@@ -100,6 +115,20 @@ def lookup(connection: Connection, namespace: str, digests: Sequence[bytes]) -> 
 def spec_of(row: Row[*tuple[Any, ...]]) -> ChunkSpec:
     """The spec in a row with ``dtype`` and ``shape``."""
     return ChunkSpec(row.dtype, tuple(json.loads(row.shape)))
+
+
+@lru_cache(256)
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as it stands in a row."""
+    return json.dumps(shape)
+
+
+def store(connection: Connection, chunk_id: int, spec: ChunkSpec) -> None:
+    """Note that bytes with a chunk's digest, which proves its dtype and shape, are in the store."""
+    connection.execute(
+        _STORE,
+        {"chunk_id": chunk_id, "of_dtype": spec.dtype, "of_shape": shape_text(spec.shape), "of_size": spec.size},
+    )
 
 
 def set_state(connection: Connection, ids: Sequence[int], state: ChunkState) -> None:

@@ -113,7 +113,7 @@ class Index:
         ------
         PushNotFound
         MalformedDocument
-            If a chunk is known with another dtype or shape.
+            If a chunk is there with another dtype or shape.
         """
         with self._database.write() as connection:
             return pushes.offer(connection, push_id, records, specs)

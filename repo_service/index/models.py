@@ -81,7 +81,11 @@ class FingerprintRow(Base):
 
 
 class Chunk(Base):
-    """One row for each namespace, so that no lookup ever touches another's rows (I7)."""
+    """One row for each namespace, so that no lookup ever touches another's rows (I7).
+
+    Dtype, shape and size are those the digest commits to while the chunk is present, and somebody's
+    unproved word before.
+    """
 
     __tablename__ = "chunks"
     __table_args__ = (UniqueConstraint("namespace", "digest"), Index(None, "state", "namespace", "size"))
@@ -238,11 +242,15 @@ class PushBlock(Base):
 
 
 class PushChunk(Base):
+    """A chunk that a push offered, as it says the chunk is: true once bytes with that digest have arrived."""
+
     __tablename__ = "push_chunks"
     __table_args__ = (Index(None, "chunk_id", "push_id"), {"sqlite_with_rowid": False})
 
     push_id: Mapped[int] = mapped_column(_cascade("pushes.id"), primary_key=True)
     chunk_id: Mapped[int] = mapped_column(ForeignKey("chunks.id"), primary_key=True)
+    dtype: Mapped[str]
+    shape: Mapped[str]
 
 
 class LooseRecord(Base):

@@ -80,7 +80,7 @@ def publish(connection: Connection, entry: Entry) -> None:
 def restore(connection: Connection, entry: Entry) -> None:
     """Add an artifact found in the store, whose word is taken for its chunks."""
     if artifact_row_id(connection, entry.namespace, entry.manifest.id) is None:
-        _insert(connection, entry, chunks.ensure(connection, entry.namespace, entry.specs()))
+        _insert(connection, entry, chunks.ensure(connection, entry.namespace, entry.specs(), proven=True))
 
 
 def unpublish(connection: Connection, namespace: str, artifact_id: str) -> list[str]:

@@ -19,7 +19,7 @@ from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import BlockRecord
 from repo_service.index import chunks, times
-from repo_service.index.dialect import bound, digest_list, insert_many, insert_new, upsert
+from repo_service.index.dialect import bound, digest_list, insert_many, insert_new
 from repo_service.index.models import Block, Chunk, ChunkState, LooseRecord, PushBlock, PushChunk, PushRecord
 
 
@@ -59,7 +59,7 @@ _PUSH = select(
     PushRecord.id, PushRecord.namespace, PushRecord.fingerprint, PushRecord.lease, PushRecord.expires_at
 ).where(PushRecord.name == bindparam("push"))
 _OFFERED = (
-    select(Chunk.id, Chunk.state, Chunk.dtype, Chunk.shape)
+    select(Chunk.id, Chunk.state, PushChunk.dtype, PushChunk.shape)
     .join(PushChunk, PushChunk.chunk_id == Chunk.id)
     .where(
         Chunk.namespace == bindparam("namespace"),
@@ -100,20 +100,24 @@ def offer(connection: Connection, name: str, records: Sequence[BlockRecord], spe
     chunks.set_state(connection, [c.id for c in known.values() if c.state == ChunkState.LOOSE], ChunkState.STORED)
     gone = [c.id for c in known.values() if c.state >= ChunkState.DOOMED]
     chunks.set_state(connection, gone, ChunkState.AWAITED)
-    insert_many(connection, (PushChunk.push_id, PushChunk.chunk_id), ((push.id, chunk.id) for chunk in known.values()))
-    if records:
-        connection.execute(
-            upsert(PushBlock, "record", "document"),
-            [
-                {
-                    "push_id": push.id,
-                    "key": parse_digest(record.key, SHA256),
-                    "record": parse_digest(record.digest, SHA256),
-                    "document": record.data,
-                }
-                for record in records
-            ],
-        )
+    insert_many(
+        connection,
+        (PushChunk.push_id, PushChunk.chunk_id, PushChunk.dtype, PushChunk.shape),
+        (
+            (push.id, known[parse_digest(digest, BLAKE3)].id, spec.dtype, chunks.shape_text(spec.shape))
+            for digest, spec in specs.items()
+        ),
+        overwrite=True,
+    )
+    insert_many(
+        connection,
+        (PushBlock.push_id, PushBlock.key, PushBlock.record, PushBlock.document),
+        (
+            (push.id, parse_digest(record.key, SHA256), parse_digest(record.digest, SHA256), record.data)
+            for record in records
+        ),
+        overwrite=True,
+    )
     _extend(connection, push)
     return Offered([digest for digest in specs if not known[parse_digest(digest, BLAKE3)].present], [])
 
@@ -126,7 +130,7 @@ def arrived(connection: Connection, name: str, digest: str) -> None:
     push = _live(connection, name)
     chunk = _offered(connection, push, digest)
     if chunk.state == ChunkState.AWAITED:
-        chunks.set_state(connection, [chunk.id], ChunkState.STORED)
+        chunks.store(connection, chunk.id, chunks.spec_of(chunk))
     _extend(connection, push)
 
 

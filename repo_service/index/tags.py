@@ -10,7 +10,7 @@ from repo_service.domain.digest import SHA256, format_digest
 from repo_service.domain.errors import TagNotFound
 from repo_service.domain.views import TagInfo
 from repo_service.index import times
-from repo_service.index.dialect import upsert
+from repo_service.index.dialect import insert_many
 from repo_service.index.models import Artifact, Tag
 from repo_service.index.publishing import require_artifact
 
@@ -36,9 +36,11 @@ def of(connection: Connection, namespace: str) -> list[TagInfo]:
 def set_tag(connection: Connection, namespace: str, name: str, artifact_id: str, updated_at: datetime) -> TagInfo:
     row_id = require_artifact(connection, namespace, artifact_id)
     microseconds = times.to_microseconds(updated_at)
-    connection.execute(
-        upsert(Tag, "artifact_id", "updated_at"),
-        {"namespace": namespace, "name": name, "artifact_id": row_id, "updated_at": microseconds},
+    insert_many(
+        connection,
+        (Tag.namespace, Tag.name, Tag.artifact_id, Tag.updated_at),
+        [(namespace, name, row_id, microseconds)],
+        overwrite=True,
     )
     return TagInfo(
         namespace=namespace,

@@ -54,12 +54,16 @@ def open_local(url: str, *, create: bool = True) -> LocalRepository:
     ------
     MalformedUrl, NotARepository, NewerFormat
     """
+    store: Store
     if url == MEMORY_URL:
-        return LocalRepository(url, MemoryStore(), Index.open("sqlite://"))
-    root = _directory(url)
-    prepare_directory(root, create=create)
-    store = LocalStore(root)
-    return LocalRepository(url, store, Index.open(f"sqlite:///{root}/index.sqlite"))
+        store, index_url = MemoryStore(), "sqlite://"
+    else:
+        root = _directory(url)
+        prepare_directory(root, create=create)
+        store, index_url = LocalStore(root), f"sqlite:///{root}/index.sqlite"
+    # The marker comes first: another process that opens the directory now must know it for a repository.
+    repository_id = open_marker(store, url)
+    return LocalRepository(url, repository_id, store, Index.open(index_url))
 
 
 def _directory(url: str) -> Path:
@@ -78,11 +82,11 @@ class LocalRepository(Repository):
     Several processes may open one repository at once, reading and writing.
     """
 
-    def __init__(self, url: str, store: Store, index: Index) -> None:
+    def __init__(self, url: str, repository_id: str, store: Store, index: Index) -> None:
         self.url = url
+        self._id = repository_id
         self._store = store
         self._index = index
-        self._id = open_marker(store, url)
         self._holdings = Holdings(store, index)
 
     def info(self) -> RepositoryInfo:

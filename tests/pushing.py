@@ -1,0 +1,29 @@
+"""Pushing synthetic artifacts as a client does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.repository import Push, Repository
+from repo_service.domain.views import ArtifactInfo
+
+Artifact = tuple[Manifest, list[BlockRecord], Mapping[str, bytes]]
+
+
+def push(repository: Repository, artifact: Artifact, namespace: str = "default") -> tuple[ArtifactInfo, list[str]]:
+    """Push an artifact; also the digests of the chunks that had to be sent."""
+    manifest, records, contents = artifact
+    with repository.begin_push(manifest.fingerprint, namespace) as running:
+        sent = offer(running, manifest, records)
+        for digest in sent:
+            running.put(digest, contents[digest])
+        return running.commit(manifest), sent
+
+
+def offer(running: Push, manifest: Manifest, records: Sequence[BlockRecord]) -> list[str]:
+    """Announce everything; returns the digests to send."""
+    missing = running.offer(records)
+    if manifest.tokens is not None:
+        missing = missing + running.offer_tokens(manifest.token_count, manifest.tokens)
+    return missing

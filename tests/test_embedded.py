@@ -1,0 +1,160 @@
+"""One directory, several processes; and directories that are no repository."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pushing import push
+from synthetic import artifact, fingerprint
+
+from repo_service.client import open_repository
+from repo_service.domain.errors import KvgraftError, MalformedUrl, NewerFormat, NotARepository, StorageFull
+from repo_service.domain.views import ArtifactQuery
+from repo_service.services.repository import open_local
+
+PROCESSES, EACH = 4, 6
+
+
+def push_some(url: str, seed: int) -> None:
+    prefix = random.Random(0).choices(range(1000), k=64)
+    with open_repository(url) as repository:
+        for i in range(EACH):
+            tokens = prefix + random.Random(f"{seed} {i}").choices(range(1000), k=40)
+            info, _ = push(repository, artifact(tokens, fingerprint()))
+            assert repository.check(info.id, "default").ok
+
+
+def test_several_processes_open_one_repository_reading_and_writing(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/repository"
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=push_some, args=(url, seed)) for seed in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * PROCESSES
+    with open_repository(url) as repository:
+        assert repository.query(ArtifactQuery()).count == PROCESSES * EACH
+        assert repository.stats("default").divergences == 0
+
+
+def test_a_directory_with_other_things_in_it_is_no_repository(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(NotARepository, match=r"notes\.txt"):
+        open_repository(f"file://{tmp_path}")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt"]
+
+
+def test_a_file_is_no_repository(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotARepository):
+        open_repository(f"file://{tmp_path}/file")
+
+
+def test_a_missing_directory_is_not_made_for_a_reader(tmp_path: Path) -> None:
+    with pytest.raises(NotARepository):
+        open_local(f"file://{tmp_path}/typo", create=False)
+    assert not (tmp_path / "typo").exists()
+
+
+def test_a_repository_of_a_newer_format_is_refused_untouched(tmp_path: Path) -> None:
+    root = tmp_path / "repository"
+    open_repository(f"file://{root}").close()
+    marker = json.loads((root / "kvgraft.json").read_text())
+    (root / "kvgraft.json").write_text(json.dumps({**marker, "version": 99}))
+    with pytest.raises(NewerFormat, match="99"):
+        open_repository(f"file://{root}")
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format":"other","version":1}', b'{"version":true}'])
+def test_a_damaged_marker_is_named(tmp_path: Path, damage: bytes) -> None:
+    root = tmp_path / "repository"
+    open_repository(f"file://{root}").close()
+    (root / "kvgraft.json").write_bytes(damage)
+    with pytest.raises(NotARepository, match=r"kvgraft\.json"):
+        open_repository(f"file://{root}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "nonsense",
+        "ftp://host/x",
+        "file://",
+        "file:///",
+        "file://host/path",
+        "http://",
+        "http://h/path",
+        "s3//x",
+        "file:///a\0b",
+    ],
+)
+def test_a_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(MalformedUrl):
+        open_repository(url)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_refuses_a_push_and_leaves_the_rest_readable(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(mount)], check=False)
+    if done.returncode:
+        pytest.skip("this machine does not allow mounting a tmpfs")
+    try:
+        with open_repository(f"file://{mount}/repository") as repository:
+            first, _ = push(repository, artifact(list(range(40)), fingerprint()))
+            (mount / "ballast").write_bytes(bytes(100 * 2**10))
+            filling = mount / "filling"
+            with pytest.raises(OSError, match="No space"):
+                fill(filling)
+            with pytest.raises(StorageFull):
+                push(repository, artifact(list(range(100, 400)), fingerprint()))
+            assert repository.check(first.id, "default").ok
+            filling.unlink()
+            second, _ = push(repository, artifact(list(range(100, 400)), fingerprint()))
+            assert repository.check(second.id, "default").ok
+            assert not list((mount / "repository" / "tmp").iterdir())
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_process_killed_in_a_push_leaves_nothing_visible(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/repository"
+    script = (
+        "import os, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from synthetic import artifact, fingerprint; from pushing import offer\n"
+        "from repo_service.client import open_repository\n"
+        "manifest, records, contents = artifact(list(range(100)), fingerprint())\n"
+        "push = open_repository(sys.argv[1]).begin_push(manifest.fingerprint, 'default')\n"
+        "for digest in offer(push, manifest, records)[:7]: push.put(digest, contents[digest])\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, url, str(Path(__file__).parent)], check=False)
+    assert done.returncode == -9
+    with open_repository(url) as repository:
+        assert repository.query(ArtifactQuery()).count == 0
+        made = artifact(list(range(100)), fingerprint())
+        info, sent = push(repository, made)
+        assert len(sent) == len(made[2]) - 7
+        assert repository.check(info.id, "default").ok
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(KvgraftError) as error:
+        open_repository("nowhere")
+    assert "file:///" in str(error.value)
