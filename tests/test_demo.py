@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ PROMISED = (
     "logits_sha256_fresh logits_sha256_grafted exact kl_max argmax_agree samples ttft_fresh_s ttft_grafted_s speedup "
     "tokens bytes_pushed bytes_pulled"
 )
+DIRECTORIES = "kvgraft-demo-*"
 TOKENS = 600
 SAMPLES = 12
 
@@ -37,14 +37,14 @@ def demo(temp: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], Path]]:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """One run's result, and the directory it kept."""
     temp = tmp_path_factory.mktemp("temp")
     kept = tmp_path_factory.mktemp("kept") / "demo"
     done = demo(temp, "--tokens", str(TOKENS), "--samples", str(SAMPLES), "--keep", str(kept))
     assert (done.returncode, done.stderr) == (0, "")
-    assert list(temp.iterdir()) == []
-    yield json.loads(done.stdout), kept
+    assert list(temp.glob(DIRECTORIES)) == []
+    return json.loads(done.stdout), kept
 
 
 def test_the_demo_is_exact_and_says_so_with_the_promised_keys(shown: tuple[dict[str, Any], Path]) -> None:
@@ -104,4 +104,4 @@ def test_a_demo_that_can_not_run_says_why_and_leaves_nothing(
     done = demo(tmp_path, *args)
     assert (done.returncode, done.stdout) == (code, "")
     assert json.loads(done.stderr)["error"]["code"] == error
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob(DIRECTORIES)) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ from sqlalchemy import text
 from repo_service.domain.errors import Unavailable
 from repo_service.index import Index, engine
 from repo_service.index.engine import Database
+from repo_service.index.line import Line
 
 PROCESSES, THREADS, TRANSACTIONS = 5, 10, 100
 SPAWN = multiprocessing.get_context("spawn")
@@ -110,6 +112,23 @@ def test_a_lock_held_too_long_is_an_error_that_says_so(tmp_path: Path, monkeypat
         assert isinstance(outcome, Unavailable)
         begin(index)
         begin(other)
+
+
+def test_a_thread_that_writes_in_a_loop_does_not_overtake_those_in_line() -> None:
+    line, order = Line(), []
+
+    def wait(name: int) -> None:
+        with line.turn(30):
+            order.append(name)
+
+    with ThreadPoolExecutor(3) as threads:
+        with line.turn(30):
+            for name in range(3):
+                threads.submit(wait, name)
+                while len(line._waiting) <= name:
+                    time.sleep(0.001)
+        wait(3)
+    assert order == [0, 1, 2, 3]
 
 
 def in_thread(work: Callable[[], object]) -> object:

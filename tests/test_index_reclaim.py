@@ -217,7 +217,7 @@ def test_an_offer_during_reclaiming_is_told_that_what_goes_is_missing_quay_6318(
 
 def test_pushes_and_reclaiming_at_once_lose_nothing_that_was_promised_quay_6318(index: Index) -> None:
     """Several pushers of the same content, one deleting and reclaiming: what is published is in the store."""
-    what = entry(range(64))
+    what = entry(range(32))
     store, lock, errors = Store.of(), threading.Lock(), []
     done = threading.Event()
 
@@ -227,7 +227,7 @@ def test_pushes_and_reclaiming_at_once_lose_nothing_that_was_promised_quay_6318(
 
     def push_repeatedly() -> None:
         try:
-            for _ in range(6):
+            for _ in range(5):
                 push = begin(index)
                 for digest in index.offer(push, what.records, what.specs()).missing:
                     with lock:

@@ -123,7 +123,7 @@ def test_no_words_are_read_as_query_syntax(filled: Index, text: str) -> None:
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_text_is_a_query(filled: Index, text: str) -> None:
     filled.query(ArtifactQuery(text=text))
 

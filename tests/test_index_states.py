@@ -113,7 +113,7 @@ STATES = """
 """
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(operations)
 def test_a_chunk_is_promised_only_while_its_bytes_are_there(index: Index, steps: list[tuple[str, int]]) -> None:
     model = Model(index)

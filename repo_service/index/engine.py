@@ -19,6 +19,7 @@ from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event
 
 from repo_service.domain.errors import MalformedUrl
 from repo_service.index.errors import translated
+from repo_service.index.line import Line
 
 BUSY_SECONDS = 30
 READERS = 16
@@ -36,7 +37,7 @@ _BEGIN = {
 class Database:
     """One SQLite database, opened for this process.
 
-    One connection writes: threads wait for it in line instead of polling the file lock. A database
+    One connection writes: threads wait for it in line instead of polling the file's lock. A database
     in memory has that connection only, readers included.
 
     Parameters
@@ -51,6 +52,7 @@ class Database:
 
     def __init__(self, url: str) -> None:
         path = _path(url)
+        self._line = Line()
         self._writer = _engine(path, 1)
         self._reader = self._writer if path == _MEMORY else _engine(path, READERS)
         if path == _MEMORY:
@@ -66,20 +68,26 @@ class Database:
 
     def write(self) -> AbstractContextManager[Connection]:
         """The write lock, for bookkeeping that a power loss may undo."""
-        return _transaction(self._writer, "write")
+        return self._write("write")
 
     def write_durably(self) -> AbstractContextManager[Connection]:
         """The write lock; what is committed survives a power loss."""
-        return _transaction(self._writer, "durable")
+        return self._write("durable")
 
     def close(self) -> None:
         self._writer.dispose()
         self._reader.dispose()
 
     def forget_connections(self) -> None:
-        """Leave the connections to the process they were opened in."""
+        """Leave the connections, and whoever waits for them, to the process they were opened in."""
+        self._line = Line()
         self._writer.dispose(close=False)
         self._reader.dispose(close=False)
+
+    @contextmanager
+    def _write(self, mode: str) -> Iterator[Connection]:
+        with self._line.turn(BUSY_SECONDS), _transaction(self._writer, mode) as connection:
+            yield connection
 
 
 @contextmanager
