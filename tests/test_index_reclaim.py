@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
 import pytest
 from index_support import DAY, begin, empty_index, entry, keys, publish, send
+from synthetic import fingerprint
 
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing
 from repo_service.index import Entry, Index, reclaim
@@ -57,6 +58,33 @@ def test_what_an_unpublished_artifact_alone_needed_is_freed(index: Index) -> Non
     assert index.reclaim(store.remove) == (len(only_long), size(short, long) - size(short))
     assert store == Store.of(short)
     assert index.reclaim(store.remove) == (0, 0)
+
+
+def with_chunks_of(what: Entry, other: Entry) -> Entry:
+    """``what`` with the bytes of another's first block, as two blocks that begin alike have in their first layers."""
+    record = replace(what.records[0], chunks=other.records[0].chunks)
+    manifest = replace(what.manifest, blocks=((record.key, record.digest), *what.manifest.blocks[1:]))
+    return replace(what, manifest=manifest, records=[record, *what.records[1:]])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(entry(range(40), fingerprint(numerics={"torch": "2.10"})), id="equal tokens on another machine"),
+        pytest.param(with_chunks_of(entry(range(60, 90)), entry(range(40))), id="equal chunks in other blocks"),
+    ],
+)
+def test_a_chunk_stays_while_anything_of_another_artifact_needs_it(index: Index, other: Entry) -> None:
+    what = entry(range(40))
+    store = Store.of(what, other)
+    shared = set(what.specs()) & set(other.specs())
+    assert shared
+    publish(index, what)
+    publish(index, other)
+    index.unpublish("default", what.manifest.id)
+    index.reclaim(store.remove)
+    assert store == Store.of(other)
+    assert index.offer(begin(index), [], {digest: what.specs()[digest] for digest in shared}).missing == []
 
 
 def test_what_a_running_push_of_any_namespace_needs_stays(index: Index) -> None:

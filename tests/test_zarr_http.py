@@ -87,6 +87,17 @@ def test_i3_a_lost_chunk_is_an_error_not_zeros_in_both_readers(
         tensorstore_array(root, "full/k")
 
 
+def test_i3_an_artifact_deleted_while_a_reader_is_open_is_an_error_not_the_fill_value(
+    repository: LocalRepository, url: str
+) -> None:
+    manifest = push(repository, artifact(TOKENS, many_dtypes()))
+    root = f"{url}/v1/artifacts/{manifest.id}/zarr"
+    array = zarr.open_group(root, mode="r")["full/k"]
+    repository.delete(manifest.id, "default")
+    with pytest.raises(Exception, match=r"410|Gone"):
+        array[:]
+
+
 def test_a_remote_repository_opens_as_zarr(repository: LocalRepository, url: str, tmp_path: Path) -> None:
     made = artifact(TOKENS, many_dtypes())
     manifest, records, chunks = made

@@ -99,7 +99,7 @@ def get_blocks(
     manifest = context.repository.manifest(ref, namespace)
     page: list[bytes] = []
     room = _PAGE_BYTES
-    for record in context.repository.records(manifest, namespace)[start : start + count]:
+    for record in context.repository.record_page(manifest, namespace, start, count):
         room -= len(record.data)
         if page and room < 0:
             break

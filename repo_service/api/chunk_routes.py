@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from repo_service.api.context import ArtifactId, Ref, context_of, namespace_of
-from repo_service.api.errors import error_answers
+from repo_service.api.errors import ErrorAnswer, error_answer, error_answers
 from repo_service.api.octets import BINARY, IMMUTABLE, OCTETS, REVALIDATED, Chunk, chunk_answer, document_answer, etag
 from repo_service.domain.digest import BLAKE3, SHA256, parse_digest, sha256_digest
 from repo_service.domain.errors import (
@@ -58,9 +58,10 @@ async def get_chunk(request: Request, artifact_id: ArtifactId, digest: str) -> R
     return await chunk_answer(request, context, find)
 
 
-_ZARR_ERRORS = error_answers(
-    ArtifactNotFound, TagNotFound, Ambiguous, MalformedName, ChunkCorrupt, DocumentCorrupt, Unavailable
-)
+GONE = 410
+_ZARR_ERRORS = error_answers(NotFound, Ambiguous, MalformedName, ChunkCorrupt, DocumentCorrupt, Unavailable) | {
+    GONE: {"model": ErrorAnswer, "description": f"{ArtifactNotFound.code}, {TagNotFound.code}"}
+}
 
 
 @router.head("/artifacts/{ref}/zarr/{key:path}", tags=["zarr"], response_class=Response, responses=_ZARR_ERRORS)
@@ -70,13 +71,16 @@ _ZARR_ERRORS = error_answers(
 async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
     """The artifact as a read-only Zarr v3 hierarchy.
 
-    404 only for a key outside the hierarchy: Zarr readers take it for zeros, so a chunk that was
-    lost or altered is another error.
+    404 only for a key outside the hierarchy: Zarr readers take it for the fill value, so a chunk that
+    was lost or altered is another error, and an absent artifact is 410.
     """
     context, namespace = context_of(request), namespace_of(request)
 
     def find() -> Chunk | Response:
-        view = context.zarr_view(ref, namespace)
+        try:
+            view = context.zarr_view(ref, namespace)
+        except (ArtifactNotFound, TagNotFound) as error:
+            return error_answer(error, GONE)
         cache = IMMUTABLE if ref == view.manifest.id else REVALIDATED
         document = view.hierarchy.documents.get(key)
         if document is not None:

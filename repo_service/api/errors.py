@@ -110,7 +110,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _kvgraft_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KvgraftError)
-    status = STATUS[error.code]
+    return error_answer(error, STATUS[error.code])
+
+
+def error_answer(error: KvgraftError, status: int) -> JSONResponse:
+    """An error's JSON under a status of its own."""
     if status >= 500:
         _log.log(logging.INFO if status == 503 else logging.ERROR, "%s: %s", error.code, error.message)
     return JSONResponse({"error": error.to_json()}, status, _RETRY_AFTER if status == 503 else None)

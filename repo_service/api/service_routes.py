@@ -10,13 +10,8 @@ from pydantic import BaseModel
 
 from repo_service.api.context import ContextOf
 from repo_service.api.errors import error_answers
-from repo_service.domain.digest import sha256_digest
 from repo_service.domain.errors import Unavailable
-from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.domain.views import ReindexReport, RepositoryInfo
-from repo_service.services.marker import open_marker
-
-_NO_KEY = sha256_digest(b"")
 
 router = APIRouter(tags=["service"])
 
@@ -36,9 +31,7 @@ async def healthz() -> Health:
 @router.get("/readyz", responses=error_answers(Unavailable))
 def readyz(context: ContextOf) -> Health:
     """Able to work: reads one object of the store and one row of the index."""
-    repository = context.repository
-    repository.match(DEFAULT_NAMESPACE, [_NO_KEY])
-    open_marker(repository._store, repository.url)
+    context.repository.probe()
     return Health()
 
 

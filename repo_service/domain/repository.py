@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from typing_extensions import Buffer
 
+from repo_service.domain.errors import KvgraftError
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import BlockRecord, Manifest
@@ -81,7 +83,9 @@ class Push(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.abort()
+            # The first error is the one to report; a push that can't be aborted expires.
+            with suppress(KvgraftError):
+                self.abort()
 
 
 class Repository(ABC):

@@ -13,9 +13,9 @@ SortField = Literal["created_at", "token_count", "total_bytes"]
 
 
 class View(BaseModel):
-    """Base of all views: immutable, unknown fields refused."""
+    """Base of all views: immutable; fields of a newer server are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class RepositoryInfo(View):
@@ -75,7 +75,9 @@ class Divergence(View):
 
 
 class ArtifactQuery(View):
-    """Conditions on artifacts, all of which must hold; None means no condition."""
+    """Conditions on artifacts, all of which must hold; None means no condition, unknown ones are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     namespace: str = DEFAULT_NAMESPACE
     fingerprint_id: str | None = None
@@ -87,7 +89,7 @@ class ArtifactQuery(View):
     chunk: str | None = None
     token_prefix: list[int] | None = Field(None, description="Token ids the artifact must begin with.")
     tag: str | None = None
-    annotations: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict, max_length=64)
     exactness: Literal["exact", "lossy"] | None = None
     created_after: datetime | None = None
     created_before: datetime | None = None

@@ -11,7 +11,7 @@ from repo_service.domain.errors import MalformedUrl
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import BlockRecord, Manifest
-from repo_service.domain.names import check_namespace, check_tag
+from repo_service.domain.names import DEFAULT_NAMESPACE, check_namespace, check_tag
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import (
     ArtifactInfo,
@@ -30,7 +30,7 @@ from repo_service.index import Index
 from repo_service.services.documents import block_record_key, chunk_key, entry_key, seal, tag_key
 from repo_service.services.marker import open_marker, prepare_directory
 from repo_service.services.push import LocalPush, begin_push
-from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_records
+from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
 from repo_service.services.reindex import reindex
 from repo_service.storage import LocalStore, MemoryStore, Store
 from repo_service.version import FORMAT_VERSION, __version__
@@ -108,6 +108,26 @@ class LocalRepository(Repository):
     def records(self, manifest: Manifest, namespace: str) -> list[BlockRecord]:
         self.artifact(manifest.id, namespace)
         return read_records(self._store, manifest, namespace)
+
+    def record_page(self, manifest: Manifest, namespace: str, start: int, count: int) -> list[BlockRecord]:
+        """Some of an artifact's block records, each verified against the manifest.
+
+        Raises
+        ------
+        ArtifactNotFound, DocumentCorrupt
+        """
+        self.artifact(manifest.id, namespace)
+        return [read_record(self._store, namespace, *block) for block in manifest.blocks[start : start + count]]
+
+    def probe(self) -> None:
+        """Touch the store and the index.
+
+        Raises
+        ------
+        RepositoryError, Unavailable
+        """
+        open_marker(self._store, self.url)
+        self._index.stats(DEFAULT_NAMESPACE)
 
     def chunk_spec(self, artifact_id: str, namespace: str, digest: str) -> ChunkSpec:
         """Dtype and shape of a chunk that the artifact holds.
