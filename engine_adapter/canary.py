@@ -1,14 +1,14 @@
 """The canary: what the kernels of this machine, in this process, make of fixed numbers.
 
-Two processes whose metadata are equal can give other bits, and in some shapes only. The probes
-are of two kinds.
+Two processes whose metadata are equal can give other bits, and some of them only in some shapes.
+The probes are of two kinds.
 
-- A *step* is one forward call of the model on a cache filled with pseudo-random state. Its logits
+- A *step* is one forward call of the model, on a cache filled with pseudo-random state. Its logits
   and the state it adds are digested.
 - A *product* is a matrix product that the steps were seen to make, made again from operands that
-  cancel: the exact result is zero, so all there is to see is rounding error, and another order of
-  summation changes nearly every bit of it. In a model's own numbers rounding to 16 bits hides the
-  order of summation almost everywhere, until a long run meets the number that shows it.
+  cancel: its exact value is zero, so there is nothing to see but rounding error, and another order
+  of summation changes nearly every bit of it. In a model's own numbers rounding to 16 bits hides
+  the order of summation almost everywhere, until a long run meets the number that shows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicCache
 
@@ -30,83 +30,101 @@ from repo_service.domain.digest import SHA256, format_digest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# (tokens in the cache, tokens of the call); None is a full block.
+# (position, tokens); None stands for a full block.
 _STEPS = ((0, None), (700, None), (0, 37), (300, 100), (700, 17), (2047, 5), (0, 1), (700, 1), (2047, 1))
-_PERIOD = 65521
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
-# Brings the rounding error of a score, 2**-16 or so, to the scale on which softmax changes.
+_GROUPED: Any = torch._grouped_mm
+_FUNCTIONS = frozenset(
+    ("cos", "exp", "gelu", "layer_norm", "mean", "rms_norm", "rsqrt", "sigmoid", "silu", "sin", "softmax", "sum", "tanh")
+)
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_FUNCTION_TOKENS = 64
+_LARGE_WEIGHTS = 2**24
+_PERIOD = 65521
+# Brings the rounding error of an attention score, about 2**-13, to where softmax shows it.
 _SCORE_SCALE = 2.0**13
 
 
 def measure(model: PreTrainedModel, block_tokens: int) -> dict[str, str]:
     """Digest what each probe gives on this machine, in this process.
 
-    Runs the model at batch 1 in the shapes of the canonical schedule. The model, the grad mode and
-    the random states are left as they are.
+    Runs the model at batch 1, in steps of the canonical schedule's shapes and inside its native
+    window. Model, grad mode and random states are left as they are.
 
     Parameters
     ----------
     model
-        A causal language model in eval mode with full, sliding or latent cache layers.
+        A causal language model in eval mode whose cache layers are full, sliding or latent.
     block_tokens
-        Tokens per prefill call.
+        Tokens per block.
 
     Returns
     -------
     dict
-        ``sha256:<hex>`` by the name of the probe. Of the step that adds ``n`` tokens at position
-        ``p``, ``step <p>+<n> logits`` covers the logits ``[1, vocab]`` of the last token,
-        ``step <p>+<n> state`` the new keys and values of every layer, and ``step <p>+<n> products``
-        its products of two activations. ``weights <in>x<out> …`` covers the product with weights
-        of that shape at up to ``block_tokens`` rows.
+        ``sha256:<hex>`` by name. For a step that adds ``n`` tokens at position ``p``:
+        ``step <p>+<n> logits``, the logits ``[1, vocab]`` of its last token;
+        ``step <p>+<n> state``, the keys and values it adds, layer by layer;
+        ``step <p>+<n> attention``, its products of activations, from operands that cancel;
+        ``step <p>+<n> functions`` for the short ones, what its norms and activations gave.
+        ``weights <in>x<out> <dtype>``: products with weights of that shape, from operands that
+        cancel, for numbers of rows from 1 to ``block_tokens``.
     """
     numbers = _Numbers()
     digests: dict[str, str] = {}
-    projections: dict[_Projection, set[int]] = {}
-    filled_like: DynamicCache | None = None
+    projections: dict[str, dict[_Projection, set[int]]] = {}
+    first: DynamicCache | None = None
     with torch.no_grad():
         for position, tokens in _steps(model, block_tokens):
-            cache = _filled_cache(model, filled_like, position, numbers)
+            cache = DynamicCache(config=model.config)
+            if first is None:
+                first = cache
+            elif position:
+                _fill(cache, first, position, numbers)
             ids = numbers.token_ids(tokens, model)
-            with _Recorder() as seen:
+            with _Recorder(functions=tokens <= _FUNCTION_TOKENS) as seen:
                 logits = model(ids, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            filled_like = filled_like or cache
             name = f"step {position}+{tokens}"
             digests[f"{name} logits"] = _digest([logits])
-            digests[f"{name} state"] = _digest(_new_state(cache, tokens))
-            digests[f"{name} products"] = _digest(out for product in seen.products for out in product.redo(numbers))
+            digests[f"{name} state"] = _digest(_added_state(cache, tokens))
+            digests[f"{name} attention"] = _digest(
+                result for product in seen.products for result in product.redo(numbers)
+            )
+            if seen.functions is not None:
+                digests[f"{name} functions"] = format_digest(SHA256, seen.functions.digest())
             for projection, rows in seen.projections:
-                projections.setdefault(projection, set()).add(rows)
-        for projection, seen_rows in projections.items():
-            # The output head only ever sees one row, and its result, the logits, is digested whole.
-            if max(seen_rows) > 1:
-                rows = seen_rows | set(_row_counts(min(max(seen_rows), block_tokens)))
-                digests[projection.name] = _digest(projection.redo(sorted(rows), numbers))
+                # An output head only ever sees one row; a large one gives logits enough.
+                if rows > 1 or math.prod(projection.weights.shape) <= _LARGE_WEIGHTS:
+                    projections.setdefault(projection.name, {}).setdefault(projection, set()).add(rows)
+        for name, alike in projections.items():
+            digests[name] = _digest(
+                result
+                for projection, rows in alike.items()
+                for result in projection.redo(_row_counts(rows, block_tokens), numbers)
+            )
     return digests
 
 
 def _steps(model: PreTrainedModel, block_tokens: int) -> Iterator[tuple[int, int]]:
-    """The steps to run, (position, tokens), inside the model's native window."""
-    config = model.config.get_text_config(decoder=True)
-    window = getattr(config, "max_position_embeddings", None) or 2**62
-    block = min(block_tokens, window)
-    done = set()
+    """The steps to run, (position, tokens), each once and inside the native window."""
+    window: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    block = min(block_tokens, window or block_tokens)
+    steps: dict[tuple[int, int], None] = {}
     for position, tokens in _STEPS:
         count = min(tokens or block, block)
-        step = (min(position, window - count), count)
-        if step not in done:
-            done.add(step)
-            yield step
+        steps[position if window is None else min(position, window - count), count] = None
+    yield from steps
 
 
-def _row_counts(limit: int) -> Iterator[int]:
-    """Row counts from 1 to ``limit``: all up to 32, every sixteenth of the way from there on, powers of two."""
-    rows = 1
-    while rows < limit:
-        yield rows
-        rows += max(1, rows // 16)
-    yield limit
-    yield from (2**i for i in range(limit.bit_length()) if 2**i <= limit)
+def _row_counts(seen: set[int], block_tokens: int) -> list[int]:
+    """Numbers of rows to try: those seen, and from 1 up to a block's, all to 32 and then every sixteenth of the way."""
+    limit = min(max(seen), block_tokens)
+    counts = set(seen)
+    count = 1
+    while count < limit:
+        counts.add(count)
+        count += max(1, count // 16)
+    return sorted(counts)
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -116,28 +134,27 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     return format_digest(SHA256, hasher.digest())
 
 
-def _filled_cache(model: PreTrainedModel, like: DynamicCache | None, position: int, numbers: _Numbers) -> DynamicCache:
-    """A cache that stands at ``position`` with pseudo-random state, its layers shaped as those of ``like``."""
-    cache = DynamicCache(config=model.config)
-    if like is None or position == 0:
-        return cache
-    for index, (layer, shaped) in enumerate(zip(cache.layers, like.layers, strict=True)):
+def _fill(cache: DynamicCache, like: DynamicCache, position: int, numbers: _Numbers) -> None:
+    """Bring an empty cache to ``position`` with pseudo-random state, in layers shaped as those of ``like``."""
+    layers: list[Any] = cache.layers
+    for index, (layer, shaped) in enumerate(zip(layers, like.layers, strict=True)):
         window: int | None = getattr(layer, "sliding_window", None)
         kept = position if window is None else min(position, window - 1)
-        states = [
-            numbers.plain(_Operand.like(old)._replace(shape=(*old.shape[:2], kept, old.shape[3]), stride=None), seed)
-            for seed, old in enumerate((shaped.keys, shaped.values), start=2 * index)
-        ]
-        layer.lazy_initialization(*states)
-        layer.keys, layer.values = states
+        old: list[Any] = [shaped.keys, shaped.values]
+        keys, values = (
+            numbers.plain(_Operand((*tensor.shape[:2], kept, tensor.shape[3]), None, tensor.dtype, tensor.device), seed)
+            for seed, tensor in enumerate(old, start=2 * index)
+        )
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
         if window is not None:
             layer.cumulative_length = position
-    return cache
 
 
-def _new_state(cache: DynamicCache, tokens: int) -> Iterator[Tensor]:
-    """The last ``tokens`` tokens' keys and values, layer by layer, as far as the layer keeps them."""
-    for layer in cache.layers:
+def _added_state(cache: DynamicCache, tokens: int) -> Iterator[Tensor]:
+    """Keys and values of the last ``tokens`` tokens, as far as each layer keeps them."""
+    layers: list[Any] = cache.layers
+    for layer in layers:
         yield layer.keys[:, :, -tokens:]
         yield layer.values[:, :, -tokens:]
 
@@ -154,23 +171,16 @@ class _Operand(NamedTuple):
     def like(cls, tensor: Tensor) -> _Operand:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
-    def holding(self, values: Tensor) -> Tensor:
-        """A tensor of this layout with the contents of ``values``, whose expanded dimensions count once."""
+    def empty(self) -> Tensor:
+        """Memory for the contents, dimensions that repeat them at size 1; ``expand(shape)`` restores those."""
         if self.stride is None:
-            return values
-        placed = torch.empty_strided(values.shape, self.stride, dtype=self.dtype, device=self.device)
-        return placed.copy_(values).expand(self.shape)
-
-    @property
-    def distinct_shape(self) -> tuple[int, ...]:
-        """The shape with expanded dimensions at 1."""
-        if self.stride is None:
-            return self.shape
-        return tuple(1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True))
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        shape = [1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True)]
+        return torch.empty_strided(shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class _Numbers:
-    """Pseudo-random numbers made with integers alone, each exact in the dtype asked for."""
+    """Pseudo-random numbers, made with integers alone and exact in every dtype."""
 
     def __init__(self) -> None:
         bits = torch.arange(1, _PERIOD + 1)
@@ -186,147 +196,148 @@ class _Numbers:
         return (self._bits[torch.arange(tokens) % _PERIOD] % vocabulary)[None].to(model.device)
 
     def plain(self, operand: _Operand, seed: int) -> Tensor:
-        """Numbers around 1, of either sign."""
-        shape = operand.distinct_shape
-        return operand.holding((self._take(math.prod(shape), operand, seed) / 4).view(shape))
+        """Numbers around 1 of either sign."""
+        target = operand.empty()
+        target.copy_(self._take(target, seed)).mul_(0.25)
+        return target.expand(operand.shape)
 
     def cancelling(self, operand: _Operand, dim: int, sign: int, seed: int) -> Tensor:
-        """Numbers of a wide range whose second half along ``dim`` mirrors the first, times ``sign``.
+        """Numbers whose second half along ``dim`` is the first, mirrored, times ``sign``.
 
-        The products of two such operands, one of each sign, sum to zero along ``dim``.
+        The products of two such operands, of either sign, sum to zero along ``dim``.
         """
-        shape = list(operand.distinct_shape)
-        length = shape.pop(dim)
-        half = self._take(math.prod(shape) * (length // 2), operand, seed).view(*shape, length // 2)
-        middle = half.new_zeros(*shape, length % 2)
-        return operand.holding(torch.cat([half, middle, half.flip(-1) * sign], -1).movedim(-1, dim))
+        target = operand.empty().zero_()
+        lanes = target.movedim(dim, -1)
+        length = lanes.shape[-1]
+        half = self._take(lanes[..., : length // 2], seed)
+        lanes[..., : length // 2] = half
+        lanes[..., length - length // 2 :] = half.flip(-1) * sign
+        return target.expand(operand.shape)
 
-    def _take(self, count: int, operand: _Operand, seed: int) -> Tensor:
-        pool = self._pool(operand.dtype, operand.device).roll(-7919 * seed)
-        return pool.repeat(count // _PERIOD + 1)[:count]
+    def _take(self, like: Tensor, seed: int) -> Tensor:
+        if (like.dtype, like.device) not in self._pools:
+            self._pools[like.dtype, like.device] = self._pool(like.dtype).to(like.device)
+        pool = self._pools[like.dtype, like.device]
+        start = 7919 * seed % _PERIOD
+        return pool.repeat((start + like.numel()) // _PERIOD + 1)[start : start + like.numel()].view(like.shape)
 
-    def _pool(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Numbers of magnitude 2**-4 to 2**4 with every bit of the mantissa in use."""
-        if (dtype, device) not in self._pools:
-            mantissa = min(23, round(-math.log2(torch.finfo(dtype).eps)))
-            fraction = (self._bits % 2**mantissa) / 2**mantissa
-            sign = 1 - 2 * (self._bits >> 23 & 1)
-            scale = (1 << (self._bits >> 24 & 7)) / 16
-            self._pools[dtype, device] = ((1 + fraction) * sign * scale).to(device, dtype)
-        return self._pools[dtype, device]
+    def _pool(self, dtype: torch.dtype) -> Tensor:
+        """Numbers of magnitude 2**-4 to 2**4 that use every bit of the mantissa, as far as 24 bits go."""
+        mantissa_bits = min(23, round(-math.log2(torch.finfo(dtype).eps)))
+        mantissa = 1 + (self._bits % 2**mantissa_bits) / 2**mantissa_bits
+        sign = 1 - 2 * (self._bits >> 23 & 1)
+        scale = (1 << (self._bits >> 24 & 7)) / 16
+        return (mantissa * sign * scale).to(dtype)
 
 
 class _Product(NamedTuple):
-    """A product of activations: one of `_MATMULS`, or attention, for which ``options`` are set."""
+    """A product of activations: one of `_MATMULS`, or attention, whose options are given."""
 
     function: Any
     operands: tuple[_Operand, ...]
-    options: tuple[tuple[str, Any], ...] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     def redo(self, numbers: _Numbers) -> Iterator[Tensor]:
-        """The product of operands that cancel."""
-        if self.options is None:
+        """The product of operands that cancel; for attention, its scores' product and then its values'."""
+        if self.function in _MATMULS:
             left, right = self.operands
             yield self.function(numbers.cancelling(left, -1, 1, 1), numbers.cancelling(right, -2, -1, 2))
             return
-        query, key, value, *mask = self.operands
+        query, key, value, *masks = self.operands
         options = dict(self.options)
-        if mask:
-            mask_dtype = mask[0].dtype
-            options["attn_mask"] = torch.full(
-                mask[0].shape, mask_dtype == torch.bool, dtype=mask_dtype, device=mask[0].device
-            )
-        yield self.function(
-            numbers.cancelling(query, -1, 1, 1),
-            numbers.cancelling(key, -1, -1, 2),
-            numbers.plain(value, 3),
-            **options | {"scale": _SCORE_SCALE},
-        )
-        yield self.function(
-            torch.zeros_like(numbers.plain(query, 1)),
-            numbers.plain(key, 2),
-            numbers.cancelling(value, -2, 1, 3),
-            **options,
-        )
+        for mask in masks:
+            options["attn_mask"] = mask.empty().fill_(mask.dtype == torch.bool).expand(mask.shape)
+        noisy_scores = (numbers.cancelling(query, -1, 1, 1), numbers.cancelling(key, -1, -1, 2))
+        yield self.function(*noisy_scores, numbers.plain(value, 3), **options | {"scale": _SCORE_SCALE})
+        equal_scores = (query.empty().zero_().expand(query.shape), numbers.plain(key, 2))
+        yield self.function(*equal_scores, numbers.cancelling(value, -2, 1, 3), **options)
 
 
 class _Projection(NamedTuple):
-    """A product with weights, ``[out, in]`` for linear and ``[experts, in, out]`` for a grouped one."""
+    """A product with weights: ``[out, in]`` for `F.linear`, ``[1, in, out]``, one expert's, for a grouped one."""
 
     function: Any
-    rows_rank: int
+    input_rank: int
     weights: _Operand
     bias: _Operand | None
 
     @property
     def name(self) -> str:
         *_, first, second = self.weights.shape
-        if self.function is F.linear:
-            first, second = second, first
-        kind = str(self.weights.dtype).removeprefix("torch.")
-        return f"weights {first}x{second} {kind}" + (" bias" if self.bias else "")
+        size = f"{first}x{second}" if self.function is _GROUPED else f"{second}x{first}"
+        kind = "grouped " if self.function is _GROUPED else ""
+        biased = "" if self.bias is None else " bias"
+        return f"weights {kind}{size} {str(self.weights.dtype).removeprefix('torch.')}{biased}"
 
     def redo(self, row_counts: list[int], numbers: _Numbers) -> Iterator[Tensor]:
         """The product of operands that cancel, at each number of rows."""
-        grouped = self.function is not F.linear
-        weights = numbers.cancelling(self.weights, -2 if grouped else -1, -1, 2)
-        length = weights.shape[-2 if grouped else -1]
-        lead = (1,) * (self.rows_rank - 2)
-        rows = _Operand((*lead, max(row_counts), length), None, self.weights.dtype, self.weights.device)
-        inputs = numbers.cancelling(rows, -1, 1, 1)
+        contracted = -2 if self.function is _GROUPED else -1
+        weights = numbers.cancelling(self.weights, contracted, -1, 2)
+        shape = (*(1,) * (self.input_rank - 2), row_counts[-1], weights.shape[contracted])
+        inputs = numbers.cancelling(self.weights._replace(shape=shape, stride=None), -1, 1, 1)
         for count in row_counts:
-            some = inputs[..., :count, :]
-            if grouped:
-                ends = torch.full((weights.shape[0],), count, dtype=torch.int32, device=weights.device)
-                yield self.function(some, weights, offs=ends)
+            rows = inputs[..., :count, :]
+            if self.function is _GROUPED:
+                yield _GROUPED(rows, weights, offs=torch.tensor([count], dtype=torch.int32, device=rows.device))
             else:
-                bias = None if self.bias is None else weights.new_zeros(self.bias.shape)
-                yield self.function(some, weights, bias)
+                yield F.linear(rows, weights, None if self.bias is None else self.bias.empty().zero_())
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes the products of the calls made under it, in order, each once; runs them as they are."""
+    """Sees the calls made under it, and leaves them as they are.
 
-    def __init__(self) -> None:
+    Attributes
+    ----------
+    products
+        Products of activations in the order of their first call, each once.
+    projections
+        Products with weights and their numbers of rows, likewise.
+    functions
+        Digest of the results of `_FUNCTIONS`, if asked for.
+    """
+
+    def __init__(self, functions: bool) -> None:
         super().__init__()
-        self._seen: dict[_Product, None] = {}
-        self._projections: dict[tuple[_Projection, int], None] = {}
-
-    @property
-    def products(self) -> list[_Product]:
-        return list(self._seen)
-
-    @property
-    def projections(self) -> list[tuple[_Projection, int]]:
-        """With their numbers of rows."""
-        return list(self._projections)
+        self.products: dict[_Product, None] = {}
+        self.projections: dict[tuple[_Projection, int], None] = {}
+        self.functions = hashlib.sha256() if functions else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear:
-            self._note_linear(*args, **kwargs)
-        elif func is torch._grouped_mm:
-            self._note_grouped(*args, **kwargs)
-        elif func is F.scaled_dot_product_attention:
-            self._note_attention(*args, **kwargs)
-        elif func in _MATMULS:
-            self._seen[_Product(func, tuple(map(_Operand.like, args)))] = None
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if _are_plain(args[:3]):
+            if func is F.linear:
+                self._see_linear(*args, **kwargs)
+            elif func is _GROUPED:
+                self._see_grouped(*args)
+            elif func is F.scaled_dot_product_attention:
+                self._see_attention(*args, **kwargs)
+            elif func in _MATMULS:
+                self.products[_Product(func, tuple(map(_Operand.like, args)))] = None
+        if self.functions is not None and getattr(func, "__name__", "") in _FUNCTIONS:
+            self.functions.update(host_bytes(result))
+        return result
 
-    def _note_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        kept_bias = None if bias is None else _Operand.like(bias)
-        projection = _Projection(F.linear, input.ndim, _Operand.like(weight), kept_bias)
-        self._projections[projection, input.shape[-2]] = None
+    def _see_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+        like_bias = None if bias is None else _Operand.like(bias)
+        self.projections[_Projection(F.linear, rows.ndim, _Operand.like(weight), like_bias), rows.shape[-2]] = None
 
-    def _note_grouped(self, mat_a: Tensor, mat_b: Tensor, **_: Any) -> None:
-        one_group = _Operand.like(mat_b[:1])
-        self._projections[_Projection(torch._grouped_mm, 2, one_group, None), mat_a.shape[0]] = None
+    def _see_grouped(self, rows: Tensor, weights: Tensor) -> None:
+        # Any expert may be given any of the tokens.
+        self.projections[_Projection(_GROUPED, 2, _Operand.like(weights[:1]), None), rows.shape[0]] = None
 
-    def _note_attention(
+    def _see_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
     ) -> None:
-        tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+        operands = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
         product = _Product(
-            F.scaled_dot_product_attention, tuple(map(_Operand.like, tensors)), tuple(sorted(options.items()))
+            F.scaled_dot_product_attention, tuple(map(_Operand.like, operands)), tuple(sorted(options.items()))
         )
-        self._seen[product] = None
+        self.products[product] = None
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    """True if there is nothing among the values but dense tensors of common floats, and None."""
+    return all(
+        value is None or (type(value) in (Tensor, nn.Parameter) and value.dtype in _FLOATS) for value in values
+    )

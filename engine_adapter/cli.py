@@ -92,6 +92,7 @@ def deposit(
             "--index-text publishes the text of FILE: it excludes --text, --tokens-file and --private-tokens"
         )
     annotations = pairs(annotation, "--annotation")
+    _require_engine()
     source: str | list[int] = inputs.read_text(file) if file is not None else inputs.read_tokens(tokens_file or "-")
     with (
         open_named(repo, token, create=True) as repository,
@@ -190,9 +191,10 @@ def verify(
             manifest = repository.manifest(repository.artifact(ref, namespace).id, namespace)
             numerics, made = manifest.fingerprint.sections["numerics"], manifest.fingerprint.sections["model"]
             settings = (
-                dtype or str(made.get("dtype", "auto")).removeprefix("torch."),
+                dtype or str(made.get("dtype", Dtype.AUTO)).removeprefix("torch."),
                 attention or str(numerics.get("attention", Attention.SDPA)),
-                device or str(numerics.get("device", "cpu")),
+                # An artifact made on a GPU is refused on a machine without one, and the refusal names the device.
+                device or ("cpu" if numerics.get("device") == "cpu" else None),
                 manifest.layout.block_tokens,
             )
             tokens = None if tokens_file is None else inputs.read_tokens(tokens_file)

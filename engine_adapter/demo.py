@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_adapter.demo_models import DEMO_MODELS, fetch
 from repo_service.cli import output
 from repo_service.cli.children import Children
 from repo_service.domain.errors import Conflict, InvalidInput
@@ -56,9 +57,11 @@ def run_demo(
     ------
     CommandFailed
         If one of the processes failed, with that one's code, message and exit code.
-    InvalidInput, Conflict
+    ModelUnavailable, InvalidInput, Conflict
     """
     began = time.perf_counter()
+    if model in DEMO_MODELS:
+        fetch(model, progress=say)
     with _ended_by_sigterm(), _directory(keep) as directory, Children() as children:
         say("starting the service")
         service = (directory / "service").as_uri()

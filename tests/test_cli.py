@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from synthetic import artifact, fingerprint
 from typer.main import get_command
 
 from repo_service.cli import browse, errors, options, output
-from repo_service.cli.main import application, main
+from repo_service.cli.main import PLUGIN_GROUP, application, main
 from repo_service.client import open_repository
 from repo_service.domain.errors import Divergence, KvgraftError, error_types
 from repo_service.domain.manifest import BlockRecord, Manifest
@@ -163,7 +164,7 @@ def test_help_names_every_command_and_exit_code(kvgraft: Kvgraft) -> None:
 
 
 def test_help_loads_no_engine_and_no_service() -> None:
-    heavy = ("torch", "transformers", "sqlalchemy", "fastapi", "uvicorn", "zarr", "numpy", "rich")
+    heavy = ("torch", "transformers", "sqlalchemy", "fastapi", "uvicorn", "zarr", "numpy")
     found = script(
         f"import sys\nfrom repo_service.cli.main import main\nmain(['deposit', '--help'])\n"
         f"print([name for name in {heavy} if name in sys.modules])"
@@ -186,6 +187,16 @@ def test_without_an_engine_its_commands_are_listed_and_say_what_to_install(missi
         error = json.loads(line)["error"]
         assert error["code"] == "engine_missing"
         assert "kvgraft[engine]" in error["message"]
+
+
+def test_an_adapter_that_can_not_be_loaded_takes_no_other_command_away(
+    kvgraft: Kvgraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = EntryPoint("broken", "nowhere.at_all:register", PLUGIN_GROUP)
+    monkeypatch.setattr("repo_service.cli.main.entry_points", lambda **_: [broken])
+    result = kvgraft("ls", "--help")
+    assert result.code == 0
+    assert result.err == "kvgraft: the commands of nowhere.at_all:register can't be loaded: No module named 'nowhere'\n"
 
 
 def test_no_command_prints_help_and_is_a_mistake(kvgraft: Kvgraft) -> None:
@@ -381,6 +392,14 @@ def test_text_from_an_artifact_can_not_drive_the_terminal(kvgraft: Kvgraft) -> N
     shown = kvgraft("show", "first").out
     assert "\x1b" not in shown
     assert "mill\\x1b[31m" in shown
+
+
+def test_text_that_the_terminal_has_no_letters_for_is_escaped(tmp_path: Path) -> None:
+    info = publish(tmp_path / "repo", *artifact(range(20), annotations={"mill": "grüße"}))
+    child = process("show", info.id, "--repo", url(tmp_path / "repo"), env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    out, err = child.communicate()
+    assert (child.returncode, err) == (0, "")
+    assert "gr\\xfc\\xdfe" in out
 
 
 @pytest.mark.usefixtures("first")

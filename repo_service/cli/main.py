@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from repo_service.cli import browse, copying, errors, upkeep
+from repo_service.cli import browse, copying, errors, output, upkeep
 from repo_service.version import __version__
 
 PLUGIN_GROUP = "kvgraft.commands"
@@ -23,6 +24,9 @@ _EXIT_CODES = "\b\nExit codes:\n" + "\n".join(f"{code:>3}  {meaning}" for code, 
 def main(args: Sequence[str] | None = None) -> int:
     """Run ``kvgraft`` with ``args``, by default the process's; returns the exit code."""
     arguments = list(sys.argv[1:] if args is None else args)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         command = get_command(application())
         with command.make_context("kvgraft", arguments) as context:
@@ -55,7 +59,10 @@ def application() -> typer.Typer:
     for module in (browse, copying, upkeep):
         module.register(app)
     for point in sorted(entry_points(group=PLUGIN_GROUP), key=lambda p: p.name):
-        point.load()(app)
+        try:
+            point.load()(app)
+        except Exception as error:  # Whatever is wrong with an adapter, the repository's own commands work.
+            output.note(f"kvgraft: the commands of {point.value} can't be loaded: {error}")
     return app
 
 
