@@ -35,7 +35,7 @@ _STEPS = ((0, None), (700, None), (0, 37), (300, 100), (700, 17), (2047, 5), (0,
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 _GROUPED: Any = torch._grouped_mm
 _FUNCTIONS = frozenset(
-    ("cos", "exp", "gelu", "layer_norm", "mean", "rms_norm", "rsqrt", "sigmoid", "silu", "sin", "softmax", "sum", "tanh")
+    "cos exp gelu layer_norm mean rms_norm rsqrt sigmoid silu sin softmax sum tanh".split()  # noqa: SIM905
 )
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,14 +117,14 @@ def _steps(model: PreTrainedModel, block_tokens: int) -> Iterator[tuple[int, int
 
 
 def _row_counts(seen: set[int], block_tokens: int) -> list[int]:
-    """Numbers of rows to try: those seen, and from 1 up to a block's, all to 32 and then every sixteenth of the way."""
+    """Numbers of rows to try: those seen, and up to a block's all to 32, then 16 to each doubling, in pairs."""
     limit = min(max(seen), block_tokens)
-    counts = set(seen)
-    count = 1
+    counts = set(range(1, 33))
+    count = 32
     while count < limit:
-        counts.add(count)
-        count += max(1, count // 16)
-    return sorted(counts)
+        count += 2 ** (count.bit_length() - 4)
+        counts.update((count - 1, count))
+    return sorted({count for count in counts if count < limit} | {limit} | seen)
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -183,7 +183,7 @@ class _Numbers:
     """Pseudo-random numbers, made with integers alone and exact in every dtype."""
 
     def __init__(self) -> None:
-        bits = torch.arange(1, _PERIOD + 1)
+        bits = torch.arange(1, _PERIOD + 1, device="cpu")
         for factor, shift in ((2654435761, 15), (2246822519, 13), (3266489917, 16)):
             bits = bits * factor & 0xFFFFFFFF
             bits ^= bits >> shift
@@ -193,7 +193,7 @@ class _Numbers:
     def token_ids(self, tokens: int, model: PreTrainedModel) -> Tensor:
         """Token ids ``[1, tokens]``."""
         vocabulary: Any = model.get_input_embeddings().num_embeddings
-        return (self._bits[torch.arange(tokens) % _PERIOD] % vocabulary)[None].to(model.device)
+        return (self._bits.repeat(tokens // _PERIOD + 1)[:tokens] % vocabulary)[None].to(model.device)
 
     def plain(self, operand: _Operand, seed: int) -> Tensor:
         """Numbers around 1 of either sign."""
@@ -224,10 +224,10 @@ class _Numbers:
     def _pool(self, dtype: torch.dtype) -> Tensor:
         """Numbers of magnitude 2**-4 to 2**4 that use every bit of the mantissa, as far as 24 bits go."""
         mantissa_bits = min(23, round(-math.log2(torch.finfo(dtype).eps)))
-        mantissa = 1 + (self._bits % 2**mantissa_bits) / 2**mantissa_bits
+        mantissa = 1 + (self._bits % 2**mantissa_bits).to(torch.float32) / 2**mantissa_bits
         sign = 1 - 2 * (self._bits >> 23 & 1)
-        scale = (1 << (self._bits >> 24 & 7)) / 16
-        return (mantissa * sign * scale).to(dtype)
+        scale = 1 << (self._bits >> 24 & 7)
+        return (mantissa * sign * scale / 16).to(dtype)
 
 
 class _Product(NamedTuple):
@@ -338,6 +338,4 @@ class _Recorder(TorchFunctionMode):
 
 def _are_plain(values: Iterable[Any]) -> bool:
     """True if there is nothing among the values but dense tensors of common floats, and None."""
-    return all(
-        value is None or (type(value) in (Tensor, nn.Parameter) and value.dtype in _FLOATS) for value in values
-    )
+    return all(value is None or (type(value) in (Tensor, nn.Parameter) and value.dtype in _FLOATS) for value in values)

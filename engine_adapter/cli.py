@@ -273,13 +273,10 @@ def load_model(name: str, dtype: str, attention: str, device: str | None) -> tup
     _require_engine()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     from engine_adapter.demo_models import DEMO_MODELS, fetch
     from repo_service.domain.errors import ModelUnavailable
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     path = str(fetch(name, progress=progress.say)) if name in DEMO_MODELS else name
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -293,15 +290,18 @@ def load_model(name: str, dtype: str, attention: str, device: str | None) -> tup
 
 
 def _require_engine() -> None:
+    """Import the engine, whose own bars and warnings would come between a command's."""
     try:
         import torch  # noqa: F401
-        import transformers  # noqa: F401
+        from transformers.utils import logging
     except ImportError as error:
         raise errors.CommandFailed(
             "engine_missing",
             f"this command needs an engine, and {error.name or error} can't be imported: pip install 'kvgraft[engine]'",
             errors.MISSING,
         ) from None
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 @contextmanager

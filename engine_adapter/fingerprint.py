@@ -161,7 +161,7 @@ def _numerics_section(model: PreTrainedModel) -> dict[str, Any]:
         "engine_version": transformers.__version__,
         "attention": model.config._attn_implementation,
         "experts": getattr(model.config, "_experts_implementation", None),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "torch_git": torch.version.git_version,
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

@@ -9,6 +9,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from hypothesis import settings
+
+# The machines that run this are shared; how long an example takes says nothing.
+settings.register_profile("kvgraft", deadline=None)
+settings.load_profile("kvgraft")
 
 
 @pytest.fixture(scope="session")

@@ -117,3 +117,17 @@ def test_a_lost_file_is_corruption_not_zeros(root: Path, stored: Manifest) -> No
             with pytest.raises(Corrupt):
                 read_file(repository, stored, kind, path)
             hidden.rename(path)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "artifacts"])
+def test_pushing_again_heals_a_damaged_document(tmp_path: Path, kind: str) -> None:
+    with open_repository(f"file://{tmp_path}/repository") as repository:
+        made = artifact(list(range(40)), fingerprint())
+        push(repository, made)
+        generator = random.Random(5)
+        for path in sorted(p for p in (tmp_path / "repository" / kind).rglob("*") if p.is_file()):
+            for _ in range(5):
+                path.write_bytes(flipped(path.read_bytes(), generator))
+                push(repository, made)
+                read_everything(repository, made[0].id)
+        assert repository.stats("default").divergences == 0

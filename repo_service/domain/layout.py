@@ -215,6 +215,8 @@ def _read_group(value: Any, block_tokens: int) -> LayerGroup:
         raise MalformedDocument(f"{name[:100]!r} is not a layer group's name: 1 to 32 of a-z 0-9 -")
     if window is not None and not (_is_index(window) and 0 < window <= MAX_DIMENSION):
         raise MalformedDocument(f"the layer group {name!r} has the window {str(window)[:40]}")
+    if (window is not None) != (kind == "sliding"):
+        raise MalformedDocument(f"the layer group {name!r} is {kind} and its window is {window}")
     if not (0 < len(layers) <= MAX_LAYERS and all(map(_is_index, layers)) and layers == sorted(set(layers))):
         raise MalformedDocument(f"the layers of group {name!r} are not ascending indices")
     read = tuple(_read_array(array, len(layers), block_tokens) for array in arrays)

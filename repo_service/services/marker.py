@@ -71,6 +71,8 @@ def _read(data: bytes, where: str) -> dict[str, Any]:
     except KvgraftError as error:
         raise NotARepository(f"{where} has a damaged {MARKER}: {error.message}") from None
     match value:
-        case {"format": "kvgraft.repository", "version": int(), "repository_id": str()}:
+        case {"format": "kvgraft.repository", "version": int(version), "repository_id": str()} if (
+            version >= 1 and version is not True
+        ):
             return dict(value)
     raise NotARepository(f"{where} has a {MARKER} of another kind")

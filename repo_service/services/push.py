@@ -10,7 +10,14 @@ from datetime import UTC, datetime, timedelta
 from typing_extensions import Buffer
 
 from repo_service.domain.digest import chunk_digest, sha256_digest
-from repo_service.domain.errors import ChunksMissing, DigestMismatch, MalformedDocument, SizeMismatch
+from repo_service.domain.errors import (
+    ChunksMissing,
+    DigestMismatch,
+    InvalidInput,
+    MalformedDocument,
+    SizeMismatch,
+    TooLarge,
+)
 from repo_service.domain.errors import Divergence as DivergenceError
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec, Layout
@@ -108,7 +115,7 @@ class LocalPush(Push):
             manifest.check_keys(records, tokens)
         with ThreadPoolExecutor(_RECORD_WRITERS) as pool:
             list(pool.map(lambda record: self._write_record(push.namespace, record), records))
-        self._store.put_if_absent(manifest_key(manifest.id), manifest.data)
+        self._store.put(manifest_key(manifest.id), manifest.data)
         created_at = self._publish_entry(push.namespace, manifest)
         info = self._index.publish(Entry(push.namespace, manifest, records, tokens, created_at))
         self._index.end_push(self.id)
@@ -118,12 +125,21 @@ class LocalPush(Push):
         self._index.end_push(self.id)
 
     def _write_record(self, namespace: str, record: BlockRecord) -> None:
+        """Write a block record; one that was damaged in the store is healed, another one is a divergence."""
         key = block_record_key(namespace, record.key)
         if self._store.put_if_absent(key, record.data):
             return
         stored = self._store.get(key)
-        if stored is not None and stored != record.data:
-            self._diverged(namespace, record, sha256_digest(stored))
+        if stored == record.data:
+            return
+        if stored is not None and self._index.published_record(namespace, record.key) != record.digest:
+            try:
+                other = BlockRecord.parse(stored)
+            except (InvalidInput, TooLarge):
+                other = None
+            if other is not None and other.key == record.key:
+                self._diverged(namespace, record, other.digest)
+        self._store.put(key, record.data)
 
     def _publish_entry(self, namespace: str, manifest: Manifest) -> datetime:
         entry = EntryDocument(namespace=namespace, artifact_id=manifest.id, created_at=datetime.now(UTC))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from repo_service.domain.errors import Corrupt, KvgraftError
+from repo_service.domain.errors import Corrupt, InvalidInput, TooLarge
 from repo_service.domain.views import Divergence, ReindexReport, TagInfo, View
 from repo_service.index import Entry, Index
 from repo_service.services.documents import (
@@ -46,7 +46,7 @@ def reindex(store: Store, index: Index, progress: Callable[[int], None] | None =
                 manifest = read_manifest(store, document.artifact_id)
                 records = read_records(store, manifest, document.namespace)
                 tokens = read_tokens(store, manifest)
-            except KvgraftError:
+            except (Corrupt, InvalidInput, TooLarge):
                 corrupt.append(document.key)
                 continue
             published.add((document.namespace, document.artifact_id))

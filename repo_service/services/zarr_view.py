@@ -197,7 +197,7 @@ class ZarrView:
             self.repository.read_chunk(artifact_id, self.namespace, digest, chunk.spec, out)
         except ChunkNotFound as error:
             raise ChunkCorrupt(
-                f"chunk {digest} of {chunk.array} of artifact {artifact_id} is lost: push the artifact again",
+                f"chunk {digest} of {chunk.array} of artifact {artifact_id} is lost from the store",
                 digest=digest,
                 array=chunk.array,
                 artifact_id=artifact_id,
