@@ -136,14 +136,13 @@ def _digest(tensors: Iterable[Tensor]) -> str:
 
 def _fill(cache: DynamicCache, like: DynamicCache, position: int, numbers: _Numbers) -> None:
     """Bring an empty cache to ``position`` with pseudo-random state, in layers shaped as those of ``like``."""
-    layers: list[Any] = cache.layers
-    for index, (layer, shaped) in enumerate(zip(layers, like.layers, strict=True)):
+    layers: list[tuple[Any, Any]] = list(zip(cache.layers, like.layers, strict=True))
+    for index, (layer, shaped) in enumerate(layers):
         window: int | None = getattr(layer, "sliding_window", None)
         kept = position if window is None else min(position, window - 1)
-        old: list[Any] = [shaped.keys, shaped.values]
         keys, values = (
-            numbers.plain(_Operand((*tensor.shape[:2], kept, tensor.shape[3]), None, tensor.dtype, tensor.device), seed)
-            for seed, tensor in enumerate(old, start=2 * index)
+            numbers.plain(_Operand((*old.shape[:2], kept, old.shape[3]), None, old.dtype, old.device), seed)
+            for seed, old in enumerate((shaped.keys, shaped.values), start=2 * index)
         )
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
@@ -192,7 +191,7 @@ class _Numbers:
 
     def token_ids(self, tokens: int, model: PreTrainedModel) -> Tensor:
         """Token ids ``[1, tokens]``."""
-        vocabulary: Any = model.get_input_embeddings().num_embeddings
+        vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
         return (self._bits.repeat(tokens // _PERIOD + 1)[:tokens] % vocabulary)[None].to(model.device)
 
     def plain(self, operand: _Operand, seed: int) -> Tensor:
@@ -224,9 +223,9 @@ class _Numbers:
     def _pool(self, dtype: torch.dtype) -> Tensor:
         """Numbers of magnitude 2**-4 to 2**4 that use every bit of the mantissa, as far as 24 bits go."""
         mantissa_bits = min(23, round(-math.log2(torch.finfo(dtype).eps)))
-        mantissa = 1 + (self._bits % 2**mantissa_bits).to(torch.float32) / 2**mantissa_bits
-        sign = 1 - 2 * (self._bits >> 23 & 1)
-        scale = 1 << (self._bits >> 24 & 7)
+        mantissa: Tensor = 1 + (self._bits % 2**mantissa_bits).to(torch.float32) / 2**mantissa_bits
+        sign: Tensor = 1 - 2 * (self._bits >> 23 & 1)
+        scale: Tensor = 1 << (self._bits >> 24 & 7)
         return (mantissa * sign * scale / 16).to(dtype)
 
 
