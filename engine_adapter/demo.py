@@ -188,13 +188,15 @@ def _continue(
 
 
 def _compare(fresh: Sequence[Tensor], grafted: Sequence[Tensor]) -> dict[str, Any]:
-    both = list(zip(fresh, grafted, strict=True))
+    from engine_adapter.verify import Comparison, compare
+
+    comparison = Comparison.of("grafted", compare(0, fresh, grafted))
     return {
         "logits_sha256_fresh": _digest(fresh),
         "logits_sha256_grafted": _digest(grafted),
-        "kl_max": max(_divergence(a, b) for a, b in both),
-        "argmax_agree": sum(int(a.argmax()) == int(b.argmax()) for a, b in both),
-        "samples": len(both),
+        "kl_max": comparison.kl_max,
+        "argmax_agree": comparison.argmax_agree,
+        "samples": comparison.samples,
     }
 
 
@@ -206,12 +208,6 @@ def _digest(logits: Sequence[Tensor]) -> str:
     for sample in logits:
         hasher.update(host_bytes(sample))
     return f"sha256:{hasher.hexdigest()}"
-
-
-def _divergence(fresh: Tensor, other: Tensor) -> float:
-    """KL divergence in nats, computed in float64."""
-    p, q = (logits.double().log_softmax(-1) for logits in (fresh, other))
-    return max(0.0, float((p.exp() * (p - q)).sum()))
 
 
 def _machine(session: GraftSession) -> dict[str, Any]:

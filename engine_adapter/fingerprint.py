@@ -54,9 +54,14 @@ def measure_fingerprint(
     Runs the model on one token and on the canary's probes, and hashes its weights.
     """
     groups = measure_groups(model, block_tokens)
+    current = measure_current(model)
+    current["model"] |= {
+        "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
+        "chat_template": None if tokenizer is None else _digest(canonical(tokenizer.chat_template)),
+    }
     return Fingerprint(
         {
-            **measure_current(model, tokenizer),
+            **current,
             "state": {"groups": [group.to_json() for group in groups]},
             "schedule": {
                 "version": 1,
@@ -71,16 +76,19 @@ def measure_fingerprint(
     )
 
 
-def measure_current(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, dict[str, Any]]:
-    """The sections that may change under a running session: model, positions and numerics."""
+def measure_current(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """What may change a state's bits under a running session: model, positions and numerics.
+
+    The tokenizer is left out: it decides which ids a text becomes, not what the ids become.
+    """
     return {
-        "model": _model_section(model, tokenizer),
+        "model": _model_section(model),
         "positions": _positions_section(model),
         "numerics": _numerics_section(model),
     }
 
 
-def _model_section(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+def _model_section(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config.to_dict()
     modules = [[name, type(module).__qualname__] for name, module in model.named_modules()]
     return {
@@ -91,8 +99,6 @@ def _model_section(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
         "modules": _digest(modules),
         "quantization": canonical(config.get("quantization_config")),
         "adapters": _adapters(model),
-        "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
-        "chat_template": None if tokenizer is None else _digest(canonical(tokenizer.chat_template)),
     }
 
 

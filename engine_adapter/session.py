@@ -259,7 +259,8 @@ class GraftSession(Engine):
             If anything else is not.
         """
         sections = self.fingerprint.sections
-        now = Fingerprint({**sections, **measure_current(self.model, self.tokenizer)})
+        current = measure_current(self.model)
+        now = Fingerprint({**sections, **current, "model": {**sections["model"], **current["model"]}})
         if now.id == self.fingerprint.id:
             return
         if now.sections["model"]["weights"] != sections["model"]["weights"]:

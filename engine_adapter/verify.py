@@ -115,10 +115,10 @@ def verify_artifact(
     if boundary and samples:
         fresh_logits, continuation = _greedy(session, fresh, samples)
         grafted_logits = _grafted(session, manifest, records, ids, boundary, continuation)
-        sampled = _compare(boundary, fresh_logits, grafted_logits)
+        sampled = compare(boundary, fresh_logits, grafted_logits)
         if inexact:
             comparisons = [
-                Comparison.of(name, _compare(boundary, fresh_logits, other))
+                Comparison.of(name, compare(boundary, fresh_logits, other))
                 for name, other in _inexact_ways(session, manifest, records, ids, boundary, continuation)
             ]
     exact = all(check.equal for check in checks) and all(sample.equal for sample in sampled)
@@ -205,11 +205,13 @@ def _inexact_ways(
         yield f"moved by {distance}", logits
 
 
-def _compare(boundary: int, fresh: Sequence[Tensor], other: Sequence[Tensor]) -> list[SampleCheck]:
-    return [_sample(boundary - 1 + i, a, b) for i, (a, b) in enumerate(zip(fresh, other, strict=True))]
+def compare(boundary: int, fresh: Sequence[Tensor], other: Sequence[Tensor]) -> list[SampleCheck]:
+    """Compare logits after ``boundary`` tokens and after each further one."""
+    return [compare_logits(boundary - 1 + i, a, b) for i, (a, b) in enumerate(zip(fresh, other, strict=True))]
 
 
-def _sample(position: int, fresh: Tensor, other: Tensor) -> SampleCheck:
+def compare_logits(position: int, fresh: Tensor, other: Tensor) -> SampleCheck:
+    """Compare two logits ``[1, vocab]``; the KL divergence is in nats, computed in float64."""
     a, b = logits_sha256(fresh), logits_sha256(other)
     p, q = (torch.log_softmax(t.double(), -1) for t in (fresh, other))
     return SampleCheck(

@@ -35,7 +35,7 @@ PROJECT = Path(__file__).parent.parent
 PROGRAM = """
 from repo_service.api import serve
 from repo_service.settings import load_settings
-serve(load_settings(), lambda line: print(line, flush=True))
+serve(load_settings(), lambda url, guard: print(f"serving at {url} ({guard})", flush=True))
 """
 
 
@@ -43,7 +43,7 @@ serve(load_settings(), lambda line: print(line, flush=True))
 def process(root: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A served repository: the process, its URL, and the line that it announced itself with."""
     names = {f"KVGRAFT_{name.upper()}": value for name, value in environment.items()}
-    settings = {"KVGRAFT_REPOSITORY": f"file://{root}", "KVGRAFT_PORT": "0", "PYTHONPATH": str(PROJECT), **names}
+    settings = {"KVGRAFT_REPO": f"file://{root}", "KVGRAFT_PORT": "0", "PYTHONPATH": str(PROJECT), **names}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True
     ) as running:

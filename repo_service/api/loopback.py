@@ -28,7 +28,7 @@ def check_host(settings: Settings) -> None:
     if not settings.insecure_any_host and not _is_loopback(settings.host):
         raise InvalidInput(
             f"{settings.host!r} is not a loopback address, and no tokens are configured, so anyone who reaches it could "
-            "read, push and delete: use 127.0.0.1, or say --insecure-any-host (KVGRAFT_INSECURE_ANY_HOST=true)",
+            "read, push and delete: use 127.0.0.1, or set KVGRAFT_INSECURE_ANY_HOST=true",
             host=settings.host,
         )
 

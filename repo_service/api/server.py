@@ -19,15 +19,19 @@ from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
 
 
-def serve(settings: Settings, announce: Callable[[str], None] = print) -> None:
-    """Serve ``settings.repository`` until SIGTERM or SIGINT; running requests are finished first.
+def _announce(url: str, guard: str) -> None:
+    print(f"serving at {url} ({guard})")
+
+
+def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) -> None:
+    """Serve ``settings.repo`` until SIGTERM or SIGINT; running requests are finished first.
 
     Parameters
     ----------
     settings
         What to serve, where, and within which limits.
     announce
-        Called once with a line that holds the address, when connections are accepted.
+        Called once with the service's URL and what guards it, when connections are accepted.
 
     Raises
     ------
@@ -36,14 +40,12 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> None:
     PortInUse, MalformedUrl, NotARepository, NewerFormat
     """
     check_host(settings)
-    if not settings.repository:
-        raise InvalidInput(
-            "no repository to serve: give its URL (KVGRAFT_REPOSITORY), file:///absolute/path or memory:"
-        )
-    with listen(settings) as listener, open_local(settings.repository) as repository, _ended_by_signal():
+    if not settings.repo:
+        raise InvalidInput("no repository to serve: give its URL (KVGRAFT_REPO), file:///absolute/path or memory:")
+    with listen(settings) as listener, open_local(settings.repo) as repository, _ended_by_signal():
         server = make_server(repository, settings)
         guard = "ANYONE who reaches it may read, push and delete" if settings.insecure_any_host else "loopback only"
-        announce(f"serving {settings.repository} at {address(listener)} ({guard}: no tokens are configured)")
+        announce(address(listener), f"{guard}: no tokens are configured")
         server.run(sockets=[listener])
 
 

@@ -56,12 +56,8 @@ def open_named(url: str, token: str | None = None, *, create: bool = False) -> R
     MalformedUrl, NotARepository, NewerFormat
     """
     from repo_service.client import open_repository
-    from repo_service.services.repository import open_local
 
-    url = expanded(url)
-    if url.startswith("file:") and not create:
-        return open_local(url, create=False)
-    return open_repository(url, token)
+    return open_repository(expanded(url), token, create=create)
 
 
 def expanded(url: str) -> str:

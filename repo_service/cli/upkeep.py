@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any
 
 import typer
@@ -38,7 +37,7 @@ def serve(
             envvar=REPO_VARIABLE,
             metavar="URL",
             help="Repository to serve: file:///absolute/path or memory:.",
-            show_default=f"KVGRAFT_REPOSITORY, or {DEFAULT_REPO}",
+            show_default=DEFAULT_REPO,
         ),
     ] = None,
     host: Annotated[
@@ -63,17 +62,16 @@ def serve(
     from repo_service.api import serve as serve_repository
     from repo_service.settings import load_settings
 
-    given: dict[str, Any] = {"repository": repo and expanded(repo), "host": host, "port": port}
+    given: dict[str, Any] = {"repo": repo and expanded(repo), "host": host, "port": port}
     settings = load_settings(**{name: value for name, value in given.items() if value is not None})
-    if not settings.repository:
-        settings = settings.model_copy(update={"repository": expanded(DEFAULT_REPO)})
+    if not settings.repo:
+        settings = settings.model_copy(update={"repo": expanded(DEFAULT_REPO)})
 
-    def announce(line: str) -> None:
+    def announce(url: str, guard: str) -> None:
         if as_json:
-            address = re.search(r"https?://\S+", line)
-            output.print_json({"url": address and address[0], "repository": settings.repository})
+            output.print_json({"url": url, "repository": settings.repo})
         else:
-            print(line)
+            print(f"serving {settings.repo} at {url} ({guard})")
 
     serve_repository(settings, announce)
 

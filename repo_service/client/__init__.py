@@ -12,7 +12,7 @@ from repo_service.services.repository import MEMORY_URL, open_local
 __all__ = ["open_repository"]
 
 
-def open_repository(url: str, token: str | None = None) -> Repository:
+def open_repository(url: str, token: str | None = None, *, create: bool = True) -> Repository:
     """Open a repository.
 
     Parameters
@@ -22,6 +22,8 @@ def open_repository(url: str, token: str | None = None) -> Repository:
         ``https://host:port`` for one behind a service, which is not contacted yet.
     token
         Sent to a service as a bearer token; a repository on this machine needs none.
+    create
+        Make a new repository where a ``file:`` URL has none.
 
     Raises
     ------
@@ -34,7 +36,7 @@ def open_repository(url: str, token: str | None = None) -> Repository:
     except ValueError as error:
         raise MalformedUrl(f"{url!r} is no URL: {error}", url=url) from None
     if url == MEMORY_URL or parts.scheme == "file":
-        return open_local(url)
+        return open_local(url, create=create)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise MalformedUrl(
             f"{url!r} is no repository's URL: give file:///absolute/path, memory:, http://host:port or https://host:port",

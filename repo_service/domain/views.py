@@ -82,21 +82,25 @@ class ArtifactQuery(View):
     namespace: str = DEFAULT_NAMESPACE
     fingerprint_id: str | None = None
     model_id: str | None = None
-    min_tokens: int | None = Field(None, ge=0)
-    max_tokens: int | None = Field(None, ge=0)
-    covers: tuple[int, int] | None = Field(None, description="A token span [start, stop) that the artifact must hold.")
+    min_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0)
+    covers: tuple[int, int] | None = Field(
+        default=None, description="A token span [start, stop) that the artifact must hold."
+    )
     block_key: str | None = None
     chunk: str | None = None
-    token_prefix: list[int] | None = Field(None, description="Token ids the artifact must begin with.")
+    token_prefix: list[int] | None = Field(default=None, description="Token ids the artifact must begin with.")
     tag: str | None = None
     annotations: dict[str, str] = Field(default_factory=dict, max_length=64)
     exactness: Literal["exact", "lossy"] | None = None
     created_after: datetime | None = None
     created_before: datetime | None = None
-    text: str | None = Field(None, description="Words that the artifact's text must hold, in the full-text index.")
+    text: str | None = Field(
+        default=None, description="Words that the artifact's text must hold, in the full-text index."
+    )
     sort: SortField = "created_at"
     descending: bool = True
-    limit: int = Field(50, ge=1, le=1000)
+    limit: int = Field(default=50, ge=1, le=1000)
     cursor: str | None = None
 
 

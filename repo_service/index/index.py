@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Self
 
@@ -29,6 +29,10 @@ from repo_service.index.entry import Entry
 from repo_service.index.pushes import Offered, PushRow
 from repo_service.index.rebuild import Rebuilt
 from repo_service.index.reclaim import Remove
+
+
+def _nothing(_: Any) -> None:
+    """What is written down where a caller keeps no store."""
 
 
 class Index:
@@ -155,8 +159,12 @@ class Index:
         with self._database.write() as connection:
             return pushes.expire(connection, now)
 
-    def publish(self, entry: Entry) -> ArtifactInfo:
+    def publish(self, entry: Entry, write: Callable[[ArtifactInfo], None] = _nothing) -> ArtifactInfo:
         """Make an artifact visible, durably; publishing it again returns the first one unchanged.
+
+        ``write``, here and in the other methods that take one, puts down in the store what the rows
+        say. It is called under the write lock before the rows are committed, so that store and index
+        have one order of events; if it raises, nothing changes here. It must not use the index.
 
         Raises
         ------
@@ -168,9 +176,11 @@ class Index:
         """
         with self._database.write_durably() as connection:
             publishing.publish(connection, entry)
-            return lookup.artifact(connection, entry.namespace, entry.manifest.id)
+            info = lookup.artifact(connection, entry.namespace, entry.manifest.id)
+            write(info)
+            return info
 
-    def unpublish(self, namespace: str, artifact_id: str) -> list[str]:
+    def unpublish(self, namespace: str, artifact_id: str, write: Callable[[list[str]], None] = _nothing) -> list[str]:
         """Remove an artifact and return the names of the tags that went with it.
 
         Raises
@@ -178,7 +188,9 @@ class Index:
         ArtifactNotFound
         """
         with self._database.write_durably() as connection:
-            return publishing.unpublish(connection, namespace, artifact_id)
+            names = publishing.unpublish(connection, namespace, artifact_id)
+            write(names)
+            return names
 
     def reclaim(self, remove: Remove) -> tuple[int, int]:
         """Free the chunks and block records that no artifact and no running push of any namespace needs.
@@ -265,15 +277,25 @@ class Index:
         with self._database.read() as connection:
             return tags.of(connection, namespace)
 
-    def set_tag(self, namespace: str, name: str, artifact_id: str, updated_at: datetime) -> TagInfo:
+    def set_tag(
+        self,
+        namespace: str,
+        name: str,
+        artifact_id: str,
+        updated_at: datetime,
+        write: Callable[[TagInfo], None] = _nothing,
+    ) -> TagInfo:
         """Make a tag, or move it; raises `ArtifactNotFound`."""
         with self._database.write_durably() as connection:
-            return tags.set_tag(connection, namespace, name, artifact_id, updated_at)
+            tag = tags.set_tag(connection, namespace, name, artifact_id, updated_at)
+            write(tag)
+            return tag
 
-    def delete_tag(self, namespace: str, name: str) -> None:
+    def delete_tag(self, namespace: str, name: str, write: Callable[[None], None] = _nothing) -> None:
         """Remove a tag; raises `TagNotFound`."""
         with self._database.write_durably() as connection:
             tags.delete_tag(connection, namespace, name)
+            write(None)
 
     def record_divergence(self, divergence: Divergence) -> None:
         """Keep a divergence; one with an id that is kept already changes nothing."""

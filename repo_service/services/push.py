@@ -33,7 +33,6 @@ from repo_service.services.documents import (
     divergence_place,
     manifest_key,
     seal,
-    unseal,
 )
 from repo_service.services.read import held_chunks, read_tokens
 from repo_service.storage import Store
@@ -54,7 +53,9 @@ def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: 
     check_namespace(namespace)
     Layout.of(fingerprint)
     push_id = uuid.uuid4().hex
-    index.begin_push(push_id, namespace, fingerprint, datetime.now(UTC) + LEASE)
+    now = datetime.now(UTC)
+    index.expire_pushes(now)
+    index.begin_push(push_id, namespace, fingerprint, now + LEASE)
     return LocalPush(store, index, push_id)
 
 
@@ -102,6 +103,8 @@ class LocalPush(Push):
             raise MalformedDocument(
                 f"the manifest has the fingerprint {manifest.fingerprint.id}; the push began with {push.fingerprint.id}"
             )
+        # Renews the lease for as long as the commit takes.
+        self._index.offer(self.id, [], {})
         keys = [key for key, _ in manifest.blocks]
         records = [BlockRecord.parse(data) for data in self._index.push_records(self.id, keys)]
         manifest.check_records(records)
@@ -116,8 +119,8 @@ class LocalPush(Push):
         with ThreadPoolExecutor(_RECORD_WRITERS) as pool:
             list(pool.map(lambda record: self._write_record(push.namespace, record), records))
         self._store.put(manifest_key(manifest.id), manifest.data)
-        created_at = self._publish_entry(push.namespace, manifest)
-        info = self._index.publish(Entry(push.namespace, manifest, records, tokens, created_at))
+        entry = Entry(push.namespace, manifest, records, tokens, datetime.now(UTC))
+        info = self._index.publish(entry, self._write_entry)
         self._index.end_push(self.id)
         return info
 
@@ -141,14 +144,9 @@ class LocalPush(Push):
                 self._diverged(namespace, record, other.digest)
         self._store.put(key, record.data)
 
-    def _publish_entry(self, namespace: str, manifest: Manifest) -> datetime:
-        entry = EntryDocument(namespace=namespace, artifact_id=manifest.id, created_at=datetime.now(UTC))
-        if self._store.put_if_absent(entry.key, seal(entry)):
-            return entry.created_at
-        stored = self._store.get(entry.key)
-        if stored is None:
-            raise ChunksMissing(f"the artifact {manifest.id} was deleted while it was published: push again")
-        return unseal(entry.key, stored, EntryDocument, lambda e: e.key).created_at
+    def _write_entry(self, info: ArtifactInfo) -> None:
+        entry = EntryDocument(namespace=info.namespace, artifact_id=info.id, created_at=info.created_at)
+        self._store.put(entry.key, seal(entry))
 
     def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> None:
         """Record a divergence and refuse the push."""

@@ -63,7 +63,9 @@ def open_local(url: str, *, create: bool = True) -> LocalRepository:
         store, index_url = LocalStore(root), f"sqlite:///{root}/index.sqlite"
     # The marker comes first: another process that opens the directory now must know it for a repository.
     repository_id = open_marker(store, url)
-    return LocalRepository(url, repository_id, store, Index.open(index_url))
+    index = Index.open(index_url)
+    index.claim(repository_id)
+    return LocalRepository(url, repository_id, store, index)
 
 
 def _directory(url: str) -> Path:
@@ -155,20 +157,27 @@ class LocalRepository(Repository):
     def set_tag(self, namespace: str, name: str, artifact_id: str) -> TagInfo:
         check_tag(name)
         artifact = self.artifact(artifact_id, namespace)
-        tag = TagInfo(namespace=namespace, name=name, artifact_id=artifact.id, updated_at=datetime.now(UTC))
-        self._store.put(tag_key(namespace, name), seal(tag))
-        return self._index.set_tag(namespace, name, artifact.id, tag.updated_at)
+        return self._index.set_tag(
+            namespace,
+            name,
+            artifact.id,
+            datetime.now(UTC),
+            lambda tag: self._store.put(tag_key(namespace, name), seal(tag)),
+        )
 
     def delete_tag(self, namespace: str, name: str) -> None:
-        self._index.delete_tag(check_namespace(namespace), check_tag(name))
-        self._store.delete(tag_key(namespace, name))
+        key = tag_key(namespace, name)
+        self._index.delete_tag(namespace, name, lambda _: self._store.delete(key))
 
     def delete(self, artifact_id: str, namespace: str) -> DeleteReport:
         artifact = self._index.artifact(check_namespace(namespace), artifact_id)
-        self._store.delete(entry_key(namespace, artifact.id))
-        tags = self._index.unpublish(namespace, artifact.id)
-        for name in tags:
-            self._store.delete(tag_key(namespace, name))
+
+        def write(tags: list[str]) -> None:
+            self._store.delete(entry_key(namespace, artifact.id))
+            for name in tags:
+                self._store.delete(tag_key(namespace, name))
+
+        tags = self._index.unpublish(namespace, artifact.id, write)
         self._holdings.forget(namespace, artifact.id)
         chunks, freed = self._index.reclaim(self._remove)
         return DeleteReport(artifact_id=artifact.id, tags=tags, chunks=chunks, bytes=freed)
