@@ -140,22 +140,22 @@ def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=str(port)):
-            serve(Settings(repository="memory:", port=port))
+            serve(Settings(repo="memory:", port=port))
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", "127.0.0.1.example.org", ""])
 def test_lmcache_2757_without_tokens_only_loopback_is_served(host: str) -> None:
     with pytest.raises(InvalidInput, match="loopback"):
-        serve(Settings(repository="memory:", host=host, port=0))
+        serve(Settings(repo="memory:", host=host, port=0))
 
 
 @pytest.mark.parametrize(
     ("settings", "kind"),
     [
         ({}, InvalidInput),
-        ({"repository": "s3//x"}, MalformedUrl),
-        ({"repository": "file:///proc/version"}, NotARepository),
-        ({"repository": "memory:", "host": "192.0.2.1", "insecure_any_host": True}, InvalidInput),
+        ({"repo": "s3//x"}, MalformedUrl),
+        ({"repo": "file:///proc/version"}, NotARepository),
+        ({"repo": "memory:", "host": "192.0.2.1", "insecure_any_host": True}, InvalidInput),
     ],
 )
 def test_what_cannot_be_served_is_an_error(settings: dict[str, str | bool], kind: type[KvgraftError]) -> None:
