@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicCache
 
 from engine_adapter.tensors import host_bytes
-from repo_service.domain.digest import SHA256, format_digest
+from repo_service.domain.digest import SHA256, format_digest, sha256_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,20 +87,16 @@ def measure(model: PreTrainedModel, block_tokens: int) -> dict[str, str]:
             name = f"step {position}+{tokens}"
             digests[f"{name} logits"] = _digest([logits])
             digests[f"{name} state"] = _digest(_added_state(cache, tokens))
-            digests[f"{name} attention"] = _digest(
-                result for product in seen.products for result in product.redo(numbers)
-            )
+            digests[f"{name} attention"] = _combined(_digest(product.redo(numbers)) for product in seen.products)
             if seen.functions is not None:
-                digests[f"{name} functions"] = format_digest(SHA256, seen.functions.digest())
+                digests[f"{name} functions"] = _combined(seen.functions)
             for projection, rows in seen.projections:
                 # An output head only ever sees one row; a large one gives logits enough.
                 if rows > 1 or math.prod(projection.weights.shape) <= _LARGE_WEIGHTS:
                     projections.setdefault(projection.name, {}).setdefault(projection, set()).add(rows)
         for name, alike in projections.items():
-            digests[name] = _digest(
-                result
-                for projection, rows in alike.items()
-                for result in projection.redo(_row_counts(rows, block_tokens), numbers)
+            digests[name] = _combined(
+                _digest(projection.redo(_row_counts(rows, block_tokens), numbers)) for projection, rows in alike.items()
             )
     return digests
 
@@ -132,6 +128,11 @@ def _digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         hasher.update(host_bytes(tensor))
     return format_digest(SHA256, hasher.digest())
+
+
+def _combined(digests: Iterable[str]) -> str:
+    """One digest of many in any order, for a model may go through its kinds of layers as a set does."""
+    return sha256_digest("".join(sorted(digests)).encode())
 
 
 def _fill(cache: DynamicCache, like: DynamicCache, position: int, numbers: _Numbers) -> None:
@@ -288,18 +289,18 @@ class _Recorder(TorchFunctionMode):
     Attributes
     ----------
     products
-        Products of activations in the order of their first call, each once.
+        Products of activations, each once.
     projections
-        Products with weights and their numbers of rows, likewise.
+        Products with weights and their numbers of rows, each once.
     functions
-        Digest of the results of `_FUNCTIONS`, if asked for.
+        Digests of the results of `_FUNCTIONS`, if asked for.
     """
 
     def __init__(self, functions: bool) -> None:
         super().__init__()
         self.products: dict[_Product, None] = {}
         self.projections: dict[tuple[_Projection, int], None] = {}
-        self.functions = hashlib.sha256() if functions else None
+        self.functions: list[str] | None = [] if functions else None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -314,7 +315,7 @@ class _Recorder(TorchFunctionMode):
             elif func in _MATMULS:
                 self.products[_Product(func, tuple(map(_Operand.like, args)))] = None
         if self.functions is not None and getattr(func, "__name__", "") in _FUNCTIONS:
-            self.functions.update(host_bytes(result))
+            self.functions.append(_digest([result]))
         return result
 
     def _see_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
