@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _STEPS = ((0, None), (700, None), (0, 37), (300, 100), (700, 17), (2047, 5), (0, 1), (700, 1), (2047, 1))
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
 _GROUPED: Any = torch._grouped_mm
+_PRODUCTS = frozenset((F.linear, F.scaled_dot_product_attention, _GROUPED, *_MATMULS))
 _FUNCTIONS = frozenset(
     "cos exp gelu layer_norm mean rms_norm rsqrt sigmoid silu sin softmax sum tanh".split()  # noqa: SIM905
 )
@@ -305,14 +306,14 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _are_plain(args[:3]):
+        if func in _PRODUCTS and _are_plain(args[:3]):
             if func is F.linear:
                 self._see_linear(*args, **kwargs)
             elif func is _GROUPED:
-                self._see_grouped(*args)
+                self._see_grouped(*args[:2])
             elif func is F.scaled_dot_product_attention:
                 self._see_attention(*args, **kwargs)
-            elif func in _MATMULS:
+            elif len(args) == 2 and args[0].ndim >= 2 and args[1].ndim >= 2:
                 self.products[_Product(func, tuple(map(_Operand.like, args)))] = None
         if self.functions is not None and getattr(func, "__name__", "") in _FUNCTIONS:
             self.functions.append(_digest([result]))
@@ -320,10 +321,11 @@ class _Recorder(TorchFunctionMode):
 
     def _see_linear(self, rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
         like_bias = None if bias is None else _Operand.like(bias)
-        self.projections[_Projection(F.linear, rows.ndim, _Operand.like(weight), like_bias), rows.shape[-2]] = None
+        projection = _Projection(F.linear, rows.ndim, _Operand.like(weight), like_bias)
+        self.projections[projection, math.prod(rows.shape[:-1])] = None
 
     def _see_grouped(self, rows: Tensor, weights: Tensor) -> None:
-        # Any expert may be given any of the tokens.
+        # Which expert is given how many of the rows depends on the tokens: one may have them all.
         self.projections[_Projection(_GROUPED, 2, _Operand.like(weights[:1]), None), rows.shape[0]] = None
 
     def _see_attention(

@@ -21,7 +21,7 @@ def run_process(
     *,
     dtype: str = "float32",
     attention: str = "sdpa",
-    threads: int = 2,
+    threads: int = 1,
     env: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run this file in a process of its own, with ``env`` added to the environment."""
