@@ -10,7 +10,7 @@ from engine_adapter.run import Run
 from engine_adapter.state import BlockRecorder
 from engine_adapter.transfer import BlockWriter
 from repo_service.domain.errors import InvalidInput
-from repo_service.domain.manifest import Manifest, token_chunks
+from repo_service.domain.manifest import Manifest, check_annotations, check_text, token_chunks
 from repo_service.domain.names import check_tag
 from repo_service.domain.repository import Push
 from repo_service.domain.views import ArtifactInfo
@@ -33,6 +33,8 @@ def deposit(
     """Publish; see `GraftSession.deposit`."""
     if tag is not None:
         check_tag(tag)
+    check_annotations(annotations)
+    check_text(text)
     if isinstance(source, Run):
         ids = list(source.tokens)
         if source.recorder is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -135,6 +135,8 @@ def token_list(tokens: Tokens) -> list[int]:
         if tokens.dim() not in {1, 2}:
             raise InvalidTokens(f"token ids have one dimension; a tensor of shape {tuple(tokens.shape)} was given")
         return [int(token) for token in tokens.reshape(-1).tolist()]
+    if isinstance(tokens, (bytes, bytearray)) or not isinstance(tokens, Iterable):
+        raise InvalidTokens(f"token ids are integers in a sequence or a tensor; {type(tokens).__name__} was given")
     ids = list(tokens)
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):

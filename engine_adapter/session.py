@@ -6,6 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
+import torch
+
+from engine_adapter.canary import measure as measure_canary
 from engine_adapter.deposit import deposit
 from engine_adapter.engine import Engine, Progress, Tokens, token_list
 from engine_adapter.fingerprint import measure_current, measure_fingerprint
@@ -69,13 +72,14 @@ class GraftSession(Engine):
         namespace: str = DEFAULT_NAMESPACE,
         read_workers: int | None = None,
     ) -> None:
-        if not 1 <= block_tokens <= 2**16:
+        if not isinstance(block_tokens, int) or not 1 <= block_tokens <= 2**16:
             raise InvalidInput(f"block_tokens is {block_tokens}; it must be from 1 to 65536")
         super().__init__(model, tokenizer, block_tokens)
         self.repository = repository
         self.namespace = check_namespace(namespace)
         self.fingerprint: Fingerprint = measure_fingerprint(model, tokenizer, block_tokens)
         self.layout = Layout.of(self.fingerprint)
+        self._threads = torch.get_num_threads()
         workers = read_workers or min(4, os.cpu_count() or 1)
         self.reader = ChunkReader(repository, namespace, workers, model.device)
 
@@ -132,6 +136,8 @@ class GraftSession(Engine):
 
         Stops at the model's end-of-sequence tokens, at ``max_new_tokens``, or at the native window.
         """
+        if max_new_tokens < 1:
+            raise InvalidInput(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         run = prompt if isinstance(prompt, Run) else self.prefill(prompt, graft, record=record)
         ends = _end_tokens(self.model)
         tokens: list[int] = []
@@ -260,6 +266,9 @@ class GraftSession(Engine):
         """
         sections = self.fingerprint.sections
         current = measure_current(self.model)
+        if torch.get_num_threads() != self._threads:
+            # How many threads share a sum decides its order for some shapes and not for others.
+            current["canary"] = dict(measure_canary(self.model, self.block_tokens))
         now = Fingerprint({**sections, **current, "model": {**sections["model"], **current["model"]}})
         if now.id == self.fingerprint.id:
             return

@@ -239,3 +239,17 @@ def test_more_connections_than_allowed_are_answered_503(tmp_path: Path) -> None:
     with serving(tmp_path / "repository", connections=2) as service, connect(service), connect(service):
         time.sleep(0.2)
         assert raw(service, b"") == (503, "unavailable")
+
+
+def test_an_endless_header_is_refused(service: Service) -> None:
+    with connect(service) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n")
+        answer = b""
+        try:
+            for _ in range(64):
+                connection.sendall(b"X-Long: " + b"a" * 65536 + b"\r\n")
+            answer = connection.recv(65536)
+        except OSError:
+            pass
+        assert not answer or answer.startswith(b"HTTP/1.1 431")
+    assert service.request("GET", "/healthz").status == 200

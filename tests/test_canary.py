@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -41,6 +40,13 @@ SETTINGS = {
     "mkl-avx2": {"MKL_CBWR": "AVX2"},
     "onednn": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
+
+
+def _build(family: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    # The processes under test load saved models and are spared the import of every architecture.
+    import families
+
+    return families.build(family, dtype, attention)
 
 
 def _digest(*tensors: torch.Tensor) -> str:
@@ -83,7 +89,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     """What processes under each of `SETTINGS` measured on the same weights."""
     directory = tmp_path_factory.mktemp("models")
     for family, dtype, attention in MODELS:
-        families.build(family, getattr(torch, dtype), attention).save_pretrained(directory / f"{family}-{dtype}")
+        _build(family, getattr(torch, dtype), attention).save_pretrained(directory / f"{family}-{dtype}")
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
     def run(variables: dict[str, str]) -> Any:
@@ -121,7 +127,7 @@ def test_kernels_that_no_metadata_shows_are_seen(processes: dict[str, dict[str, 
 
 @pytest.mark.parametrize(("family", "attention"), [("gemma3", "sdpa"), ("deepseek_v2", "eager"), ("olmoe", "sdpa")])
 def test_measures_alike_twice_whatever_the_global_state(family: str, attention: str) -> None:
-    model = families.build(family, torch.bfloat16, attention)
+    model = _build(family, torch.bfloat16, attention)
     first = measure(model, BLOCK)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -133,7 +139,7 @@ def test_measures_alike_twice_whatever_the_global_state(family: str, attention: 
 
 
 def test_leaves_no_trace() -> None:
-    model = families.build("llama", torch.float32, "sdpa").requires_grad_(True)
+    model = _build("llama", torch.float32, "sdpa").requires_grad_(True)
     before = _traces(model)
     measure(model, BLOCK)
     assert _traces(model) == before
@@ -194,7 +200,7 @@ def test_stays_inside_a_small_window_and_vocabulary(block_tokens: int) -> None:
 
 
 def test_sliding_layers_keep_a_window_and_know_their_position() -> None:
-    model = families.build("gemma3", torch.float32, "sdpa")
+    model = _build("gemma3", torch.float32, "sdpa")
     with _calls_of(model) as calls:
         measure(model, BLOCK)
     window = model.config.sliding_window
@@ -209,7 +215,7 @@ def test_sliding_layers_keep_a_window_and_know_their_position() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma3"])
 def test_a_step_gives_what_the_model_gives_unobserved(family: str) -> None:
-    model = families.build(family, torch.float32, "sdpa")
+    model = _build(family, torch.float32, "sdpa")
     with _calls_of(model) as calls:
         digests = measure(model, BLOCK)
     cache = DynamicCache(config=model.config)
@@ -221,7 +227,7 @@ def test_a_step_gives_what_the_model_gives_unobserved(family: str) -> None:
 
 
 def test_covers_blocks_parts_decoding_and_every_kind_of_weights() -> None:
-    names = set(measure(families.build("qwen3_moe", torch.float32, "eager"), BLOCK))
+    names = set(measure(_build("qwen3_moe", torch.float32, "eager"), BLOCK))
     for step in ("0+64", "700+64", "0+37", "700+17", "0+1", "700+1", "2047+1"):
         assert {f"step {step} logits", f"step {step} state", f"step {step} attention"} <= names
     assert {"weights 64x32 float32", "weights grouped 64x64 float32", "weights 64x512 float32"} <= names

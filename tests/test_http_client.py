@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -456,3 +456,17 @@ def test_the_token_goes_out_as_a_bearer_header() -> None:
     for token in "", "two words", "line\r\nX-Other: 1", "é":
         with pytest.raises(InvalidInput):
             open_repository(url, token)
+
+
+def test_an_artifact_other_than_the_one_asked_for_is_a_service_error(service: Service, pushed: Made) -> None:
+    other = artifact([4, 5, 6], seed=91)
+    with open_repository(service.url) as repository:
+        push_all(repository, other)
+        theirs = repository.artifact(other[0].id, NS).model_dump_json().encode()
+
+    def swap(answer: Answer) -> Answer:
+        headers = {"content-type": "application/json", "content-length": str(len(theirs))}
+        return replace(answer, headers=headers, body=theirs)
+
+    with tampered(service, swap) as repository, pytest.raises(ServiceError):
+        repository.artifact(pushed[0].id, NS)

@@ -18,6 +18,7 @@ from repo_service.domain.errors import (
     ChunkCorrupt,
     ContextTooLong,
     Divergence,
+    FingerprintMismatch,
     InvalidInput,
     InvalidTokens,
     MalformedDocument,
@@ -193,3 +194,35 @@ def test_a_text_is_found_by_its_words_only_where_it_was_given(repository: Reposi
     page = repository.query(ArtifactQuery(text="sluice"))
     assert page.count == 1
     assert page.items[0].annotations == {"source": "handbook"}
+
+
+@pytest.mark.parametrize(
+    "annotations", [{"a": 1}, {"a": "x" * 5000}, {"": "x"}, {str(i): "x" for i in range(200)}, {1: "x"}]
+)
+def test_annotations_that_could_not_be_read_again_are_refused_before_any_work(
+    session: GraftSession, annotations: dict[str, str]
+) -> None:
+    with pytest.raises(MalformedDocument, match="annotation"):
+        session.deposit(TOKENS, annotations=annotations)
+    assert session.repository.stats("default").artifacts == 0
+
+
+@pytest.mark.parametrize("tokens", [None, b"\1\2", 7])
+def test_what_is_no_prompt_is_refused(session: GraftSession, tokens: object) -> None:
+    with pytest.raises(InvalidTokens):
+        session.prefill(tokens)  # type: ignore[arg-type]
+
+
+def test_a_thread_count_changed_under_a_session_is_measured_again(session: GraftSession) -> None:
+    info = session.deposit(TOKENS)
+    before = torch.get_num_threads()
+    sections = session.fingerprint.sections
+    try:
+        torch.set_num_threads(2 if before == 1 else 1)
+        assert session.graft(info.id).grafted_tokens == len(TOKENS)
+        sections["canary"] = {**sections["canary"], "step 0+16 logits": "sha256:" + "0" * 64}
+        session.fingerprint = type(session.fingerprint)(sections)
+        with pytest.raises(FingerprintMismatch, match="canary"):
+            session.graft(info.id)
+    finally:
+        torch.set_num_threads(before)

@@ -12,6 +12,8 @@ from repo_service.api.errors import error_body
 from repo_service.domain.errors import MalformedRequest, Unavailable
 from repo_service.settings import Settings
 
+MAX_HEADER_BYTES = 64 * 1024
+
 
 def connection_class(settings: Settings) -> type[asyncio.Protocol]:
     """Uvicorn's HTTP connection with the limits of ``settings``."""
@@ -24,7 +26,7 @@ class BoundedConnection(HttpToolsProtocol):
     A peer must send a whole request header within ``idle_seconds`` of connecting or of the last
     answer, take some of what is written to it in every ``stall_seconds``, and all of it within
     ``body_seconds``. Aborting, not closing: a closed connection would keep what a stalled reader
-    has not taken.
+    has not taken. A header of more than 64 KiB is refused.
     """
 
     settings: Settings
@@ -35,6 +37,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._stall: asyncio.TimerHandle | None = None
         self._deadline = 0.0
         self._unsent = 0
+        self._in_header = True
+        self._header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,7 +53,21 @@ class BoundedConnection(HttpToolsProtocol):
         _cancel(self._stall)
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._in_header and not self.transport.is_closing():
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._refuse(431, MalformedRequest(f"the request header has more than {MAX_HEADER_BYTES} bytes"))
+
+    def on_message_begin(self) -> None:
+        self._in_header, self._header_bytes = True, 0
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
+        self._in_header = False
         _cancel(self._silence)
         super().on_headers_complete()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from repo_service.cli.output import printable
 from repo_service.domain.errors import (
     AccessDenied,
     Conflict,
@@ -106,7 +107,7 @@ def report(error: Exception, *, as_json: bool) -> int:
         code = INTERNAL
     if code == INTERNAL and os.environ.get(TRACEBACK_VARIABLE):
         traceback.print_exception(error)
-    text = json.dumps({"error": body}) if as_json else f"kvgraft: {body['message']} [{body['code']}]"
+    text = json.dumps({"error": body}) if as_json else f"kvgraft: {printable(body['message'])} [{body['code']}]"
     print(text, file=sys.stderr)
     return code
 

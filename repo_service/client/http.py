@@ -87,7 +87,11 @@ class HttpRepository(Repository):
         raise _nonsense("POST", path)
 
     def artifact(self, ref: str, namespace: str) -> ArtifactInfo:
-        return self._ask(ArtifactInfo, "GET", _artifact(namespace, ref))
+        path = _artifact(namespace, ref)
+        info = self._ask(ArtifactInfo, "GET", path)
+        if is_artifact_reference(ref) and not info.id.startswith(ref):
+            raise ServiceError(f"the service answered with the artifact {info.id} when asked for {ref}")
+        return info
 
     def manifest(self, ref: str, namespace: str) -> Manifest:
         artifact_id = ref if _is_whole_id(ref) else self.artifact(ref, namespace).id
@@ -202,7 +206,10 @@ class HttpPush(Push):
                 return self._repository.artifact(manifest.id, self._namespace)
             except ArtifactNotFound:
                 raise error from None
-        return _view(ArtifactInfo, data, "POST", path)
+        info = _view(ArtifactInfo, data, "POST", path)
+        if info.id != manifest.id:
+            raise ServiceError(f"the service published {info.id} when {manifest.id} was pushed")
+        return info
 
     def abort(self) -> None:
         # What can't be told to the service now, the push's expiry will.

@@ -187,6 +187,9 @@ def _read(answer: urllib3.HTTPResponse, limit: int) -> bytes:
     data = answer.read(limit + 1, decode_content=False)
     if len(data) > limit:
         raise ServiceError(f"the service answered with more than {limit} bytes", limit=limit)
+    announced = answer.headers.get("Content-Length", "")
+    if announced.isascii() and announced.isdigit() and len(data) < int(announced):
+        raise ConnectionError(f"the connection ended after {len(data)} of {announced} bytes")
     return data
 
 

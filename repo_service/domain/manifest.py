@@ -285,6 +285,10 @@ class Manifest:
     annotations: dict[str, str] = field(default_factory=dict)
     text: str | None = None
 
+    def __post_init__(self) -> None:
+        check_annotations(self.annotations)
+        check_text(self.text)
+
     @cached_property
     def data(self) -> bytes:
         return canonical_json(
@@ -351,8 +355,8 @@ class Manifest:
             tuple(_block_pair(block) for block in blocks),
             Exactness.from_json(exactness),
             parent,
-            _check_annotations(annotations),
-            _check_text(text),
+            annotations,
+            text,
         )
         expected_blocks = -(-count // manifest.layout.block_tokens)
         if len(manifest.blocks) != expected_blocks:
@@ -445,18 +449,33 @@ def _block_pair(value: Any) -> tuple[str, str]:
     raise MalformedDocument(f"not a block of a manifest: {str(value)[:100]}")
 
 
-def _check_annotations(value: dict[str, Any]) -> dict[str, str]:
+def check_annotations(value: dict[str, Any]) -> None:
+    """Check the names and values of annotations.
+
+    Raises
+    ------
+    MalformedDocument
+    """
     if len(value) > MAX_ANNOTATIONS:
         raise MalformedDocument(f"{len(value)} annotations; the limit is {MAX_ANNOTATIONS}")
     for name, text in value.items():
-        if not 0 < len(name) <= 128 or not isinstance(text, str) or len(text) > MAX_ANNOTATION_CHARACTERS:
+        if (
+            not isinstance(name, str)
+            or not 0 < len(name) <= 128
+            or not isinstance(text, str)
+            or len(text) > MAX_ANNOTATION_CHARACTERS
+        ):
             raise MalformedDocument(
-                f"the annotation {name[:128]!r} is not a text of at most {MAX_ANNOTATION_CHARACTERS} characters under a name of at most 128"
+                f"the annotation {str(name)[:128]!r} is not a text of at most {MAX_ANNOTATION_CHARACTERS} characters under a name of at most 128"
             )
-    return value
 
 
-def _check_text(value: Any) -> str | None:
+def check_text(value: Any) -> None:
+    """Check an artifact's text for search.
+
+    Raises
+    ------
+    MalformedDocument
+    """
     if value is not None and (not isinstance(value, str) or len(value) > MAX_TEXT_CHARACTERS):
         raise MalformedDocument(f"the text is not a string of at most {MAX_TEXT_CHARACTERS} characters")
-    return value

@@ -23,9 +23,13 @@ def prepare_directory(root: Path, *, create: bool) -> None:
     NotARepository
         If the directory is missing and ``create`` is false, is a file, or holds something else.
     """
-    if root.exists() and not root.is_dir():
+    try:
+        present, directory, marked = root.exists(), root.is_dir(), (root / MARKER).exists()
+    except OSError as error:
+        raise NotARepository(f"{str(root)[:200]} can't be opened: {error.strerror}", path=str(root)[:200]) from error
+    if present and not directory:
         raise NotARepository(f"{root} is a file; a repository is a directory", path=str(root))
-    if (root / MARKER).exists():
+    if marked:
         return
     if not create:
         raise NotARepository(f"there is no repository at {root}", path=str(root))

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from repo_service.domain.canonical import check_canonical
 from repo_service.domain.errors import MalformedUrl
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
@@ -149,6 +150,10 @@ class LocalRepository(Repository):
 
     def query(self, query: ArtifactQuery) -> ArtifactPage:
         check_namespace(query.namespace)
+        if query.tag is not None:
+            check_tag(query.tag)
+        # Refuses what no database takes: lone surrogates.
+        check_canonical([query.text, query.annotations])
         return self._index.query(query)
 
     def tags(self, namespace: str) -> list[TagInfo]:
