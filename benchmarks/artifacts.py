@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ArrayLayout, LayerGroup, Layout, chunk_split
-from repo_service.domain.manifest import BlockRecord, Manifest, block_keys, token_chunks
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.schedule import canonical_steps, split_by_block
+from repo_service.domain.tokens import token_chunks
 from repo_service.domain.views import ArtifactInfo
 
 BLOCK_TOKENS = 256

@@ -15,7 +15,8 @@ from typing import Any
 from benchmarks.artifacts import BLOCK_TOKENS, NAMESPACE, fingerprint
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import Layout
-from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.schedule import PREFILL, Step
 from repo_service.index import Entry, Index
 

@@ -21,8 +21,10 @@ from repo_service.client import open_repository
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ArrayLayout, LayerGroup, Layout, chunk_split
-from repo_service.domain.manifest import BlockRecord, Manifest, block_keys, token_chunks
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.schedule import canonical_steps, split_by_block
+from repo_service.domain.tokens import token_chunks
 
 LAYERS, HEADS, DIM, BLOCK_TOKENS = 32, 8, 128, 256
 WORKERS = 4

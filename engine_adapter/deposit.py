@@ -10,9 +10,10 @@ from engine_adapter.run import Run
 from engine_adapter.state import BlockRecorder
 from engine_adapter.transfer import BlockWriter
 from repo_service.domain.errors import InvalidInput
-from repo_service.domain.manifest import Manifest, check_annotations, check_text, token_chunks
+from repo_service.domain.manifest import Manifest, check_annotations, check_text
 from repo_service.domain.names import check_tag
 from repo_service.domain.repository import Push
+from repo_service.domain.tokens import token_chunks
 from repo_service.domain.views import ArtifactInfo
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from engine_adapter.state import BlockRecorder, BlockState, StateCache
 from engine_adapter.tensors import host_bytes
 from repo_service.domain.digest import sha256_digest
-from repo_service.domain.manifest import BlockRecord
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.schedule import PREFILL, Step, append_step
 
 if TYPE_CHECKING:

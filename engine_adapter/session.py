@@ -19,16 +19,12 @@ from engine_adapter.verify import VerifyReport, verify_artifact
 from repo_service.domain.errors import FingerprintMismatch, InvalidInput, InvalidTokens, WeightsChanged
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import Layout
-from repo_service.domain.manifest import (
-    BlockRecord,
-    Manifest,
-    block_keys,
-    decode_tokens,
-    token_chunk_spec,
-)
+from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import DEFAULT_NAMESPACE, check_namespace
+from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.repository import Repository
 from repo_service.domain.schedule import DECODE, PREFILL, canonical_steps
+from repo_service.domain.tokens import decode_tokens, token_chunk_spec
 from repo_service.domain.views import ArtifactInfo
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from engine_adapter.state import BlockState, Restored, StateCache, empty_block
 from engine_adapter.tensors import host_bytes
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.layout import MAX_CHUNK_BYTES, ChunkSpec, Layout
-from repo_service.domain.manifest import BlockRecord, block_key
+from repo_service.domain.record import BlockRecord, block_key
 from repo_service.domain.repository import Push, Repository
 
 if TYPE_CHECKING:

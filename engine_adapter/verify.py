@@ -12,7 +12,8 @@ from engine_adapter.engine import Progress, Tokens
 from engine_adapter.run import Run, last_call_start, logits_sha256
 from engine_adapter.state import BlockRecorder, BlockState
 from engine_adapter.transfer import record_block
-from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.schedule import DECODE, PREFILL
 
 if TYPE_CHECKING:

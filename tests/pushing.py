@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.views import ArtifactInfo
 

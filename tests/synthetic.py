@@ -13,8 +13,10 @@ from typing import Any
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import DTYPE_BYTES, ArrayLayout, Layout
-from repo_service.domain.manifest import BlockRecord, Exactness, Manifest, block_keys, token_chunks
+from repo_service.domain.manifest import Exactness, Manifest
+from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.schedule import Step, canonical_steps, split_by_block
+from repo_service.domain.tokens import token_chunks
 
 BLOCK_TOKENS = 16
 

@@ -21,7 +21,8 @@ from repo_service.api.errors import HTTP_CODES, STATUS
 from repo_service.api.server import address, listen, make_server
 from repo_service.domain.digest import sha256_digest
 from repo_service.domain.errors import error_types
-from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
 

@@ -25,7 +25,8 @@ from repo_service.cli import browse, errors, options, output
 from repo_service.cli.main import PLUGIN_GROUP, application, main
 from repo_service.client import open_repository
 from repo_service.domain.errors import Divergence, KvgraftError, error_types
-from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.views import ArtifactInfo, ArtifactQuery
 
 COMMANDS = [

@@ -158,3 +158,15 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(KvgraftError) as error:
         open_repository("nowhere")
     assert "file:///" in str(error.value)
+
+
+def test_i5_a_lost_index_is_rebuilt_when_the_repository_is_opened(tmp_path: Path) -> None:
+    root = tmp_path / "repository"
+    with open_repository(f"file://{root}") as repository:
+        info, _ = push(repository, artifact(list(range(40)), fingerprint()))
+        repository.set_tag("default", "kept", info.id)
+    for path in root.glob("index.sqlite*"):
+        path.unlink()
+    with open_repository(f"file://{root}") as repository:
+        assert repository.artifact("kept", "default").id == info.id
+        assert repository.check(info.id, "default").ok

@@ -19,8 +19,10 @@ from repo_service.domain.canonical import canonical_json, frame
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import Divergence
 from repo_service.domain.fingerprint import Fingerprint
-from repo_service.domain.manifest import BlockRecord, Manifest, block_keys, encode_tokens, token_chunks
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.schedule import Step, split_by_block
+from repo_service.domain.tokens import encode_tokens, token_chunks
 from repo_service.services.repository import open_local
 
 FORMAT = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
@@ -118,7 +120,7 @@ def test_a_store_holds_the_keys_of_the_page_and_no_others(tmp_path: Path) -> Non
 
 _KEYS = """
 import json, sys
-from repo_service.domain.manifest import block_keys
+from repo_service.domain.record import block_keys
 from repo_service.domain.schedule import Step
 fingerprint_id, tokens, schedule = json.load(sys.stdin)
 print(json.dumps(block_keys(fingerprint_id, tokens, [Step.from_json(s) for s in schedule], 4)))

@@ -24,7 +24,7 @@ from repo_service.domain.layout import (
     Layout,
     chunk_split,
 )
-from repo_service.domain.manifest import MAX_RECORD_BYTES
+from repo_service.domain.record import MAX_RECORD_BYTES
 
 ARRAY = {"name": "k", "dtype": "bfloat16", "heads": 2, "dim": 4, "chunk_layers": 1, "chunk_heads": 2}
 GROUP = {"name": "full", "kind": "full", "layers": [0, 1], "window": None, "arrays": [ARRAY]}

@@ -36,22 +36,21 @@ from repo_service.domain.manifest import (
     MAX_ANNOTATION_CHARACTERS,
     MAX_ANNOTATIONS,
     MAX_MANIFEST_BYTES,
-    MAX_RECORD_BYTES,
     MAX_TEXT_CHARACTERS,
-    MAX_TOKEN_ID,
-    MAX_TOKENS,
-    BlockRecord,
     Exactness,
     Manifest,
-    block_key,
-    block_keys,
+    require_digest,
+)
+from repo_service.domain.record import MAX_RECORD_BYTES, BlockRecord, block_key, block_keys
+from repo_service.domain.schedule import DECODE, PREFILL, Step, canonical_steps
+from repo_service.domain.tokens import (
+    MAX_TOKEN_ID,
+    MAX_TOKENS,
     decode_tokens,
     encode_tokens,
-    require_digest,
     token_chunk_count,
     token_chunks,
 )
-from repo_service.domain.schedule import DECODE, PREFILL, Step, canonical_steps
 
 ROOT = Path(__file__).parent.parent
 TOKENS = [7 * i % 1000 for i in range(40)]
@@ -472,7 +471,7 @@ def test_what_is_no_token_id_is_refused(token: Any) -> None:
 
 
 def test_the_last_token_chunk_is_padded_with_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("repo_service.domain.manifest.TOKEN_CHUNK", 16)
+    monkeypatch.setattr("repo_service.domain.tokens.TOKEN_CHUNK", 16)
     chunks = token_chunks(TOKENS)
     assert len(chunks) == token_chunk_count(len(TOKENS)) == 3
     assert b"".join(data for _, data in chunks) == encode_tokens(TOKENS).ljust(192, b"\0")
@@ -533,7 +532,7 @@ def test_a_block_key_depends_on_each_of_its_inputs() -> None:
 _KEYS = """
 import json, sys
 from repo_service.domain.fingerprint import Fingerprint
-from repo_service.domain.manifest import block_keys
+from repo_service.domain.record import block_keys
 from repo_service.domain.schedule import Step
 sections, tokens, schedule = json.load(sys.stdin)
 fingerprint = Fingerprint(sections)

@@ -32,7 +32,8 @@ from repo_service.domain.errors import (
     SizeMismatch,
     TagNotFound,
 )
-from repo_service.domain.manifest import BlockRecord, Manifest, block_keys
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.repository import Repository
 from repo_service.domain.schedule import canonical_steps
 from repo_service.domain.views import ArtifactQuery

@@ -18,7 +18,7 @@ from zarr.core.buffer import Buffer, default_buffer_prototype
 from repo_service.client.zarr_store import ArtifactStore, open_artifact
 from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, TagNotFound
 from repo_service.domain.layout import ArrayLayout
-from repo_service.domain.manifest import BlockRecord
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
 from repo_service.services.repository import open_local
 from repo_service.services.zarr_view import ZarrView

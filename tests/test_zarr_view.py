@@ -15,8 +15,10 @@ from synthetic import artifact, fingerprint
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, ChunkNotFound
 from repo_service.domain.fingerprint import Fingerprint
-from repo_service.domain.manifest import BlockRecord, Manifest, encode_tokens
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
+from repo_service.domain.tokens import encode_tokens
 from repo_service.services.repository import open_local
 from repo_service.services.zarr_view import Hierarchy, ZarrView
 
@@ -243,7 +245,7 @@ def test_only_the_artifacts_namespace_has_the_view(repository: Repository) -> No
 
 
 def test_tokens_beyond_one_chunk_have_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("repo_service.domain.manifest.TOKEN_CHUNK", 16)
+    monkeypatch.setattr("repo_service.domain.tokens.TOKEN_CHUNK", 16)
     manifest, _, chunks = artifact(TOKENS)
     hierarchy = Hierarchy(manifest)
     placed = dict(hierarchy.token_chunks())

@@ -30,7 +30,8 @@ from repo_service.domain.errors import (
 )
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import MAX_CHUNK_BYTES
-from repo_service.domain.manifest import MAX_MANIFEST_BYTES, BlockRecord, Manifest
+from repo_service.domain.manifest import MAX_MANIFEST_BYTES, Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.views import ArtifactInfo, PushOffer
 
 PushId = Annotated[str, Path(description="Id that beginning the push gave.")]

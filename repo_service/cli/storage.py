@@ -17,7 +17,7 @@ def longest_prefix(repository: Repository, namespace: str, fingerprint_id: str, 
 
     The block size is that of the fingerprint's artifacts; where there are none, nothing can match.
     """
-    from repo_service.domain.manifest import block_keys
+    from repo_service.domain.record import block_keys
     from repo_service.domain.schedule import canonical_steps
     from repo_service.domain.views import ArtifactQuery
 

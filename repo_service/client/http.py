@@ -24,8 +24,9 @@ from repo_service.domain.errors import (
 )
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import MAX_CHUNK_BYTES, ChunkSpec
-from repo_service.domain.manifest import MAX_MANIFEST_BYTES, BlockRecord, Manifest
+from repo_service.domain.manifest import MAX_MANIFEST_BYTES, Manifest
 from repo_service.domain.names import check_namespace, check_tag, is_artifact_reference
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.views import (
     ArtifactInfo,

@@ -1,236 +1,30 @@
-"""Block keys, block records and manifests: what an artifact is made of."""
+"""Manifests: what an artifact is made of."""
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from repo_service.domain.canonical import canonical_json, frame, parse_json
-from repo_service.domain.digest import (
-    BLAKE3,
-    SHA256,
-    chunk_digest,
-    format_digest,
-    parse_digest,
-    sha256_digest,
-)
-from repo_service.domain.errors import DocumentCorrupt, InvalidTokens, MalformedDocument
+from repo_service.domain.canonical import canonical_json, parse_json
+from repo_service.domain.digest import BLAKE3, SHA256, parse_digest, sha256_digest
+from repo_service.domain.errors import DocumentCorrupt, MalformedDocument
 from repo_service.domain.fingerprint import Fingerprint
-from repo_service.domain.layout import ChunkSpec, Layout
-from repo_service.domain.schedule import Step, split_by_block
+from repo_service.domain.layout import Layout
+from repo_service.domain.record import BlockRecord, block_key, parse_digest_value
+from repo_service.domain.tokens import MAX_TOKENS, token_chunk_count
 
-MAX_TOKENS = 2**26
 MAX_MANIFEST_BYTES = 64 * 2**20
-MAX_RECORD_BYTES = 4 * 2**20
 MAX_TEXT_CHARACTERS = 4 * 2**20
 MAX_ANNOTATIONS = 64
 MAX_ANNOTATION_CHARACTERS = 4096
-TOKEN_DTYPE = "uint32"
-TOKEN_CHUNK = 2**20
-MAX_TOKEN_ID = 2**31 - 1
 
 EXACT = "exact"
 LOSSY = "lossy"
 
 _FORMAT = "kvgraft.manifest"
 _VERSION = 1
-
-
-def encode_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as little-endian unsigned 32-bit integers.
-
-    Raises
-    ------
-    InvalidTokens
-        If an id is not an integer from 0 to 2**31 - 1.
-    """
-    values = list(tokens)
-    for value in values:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKEN_ID:
-            large = isinstance(value, int) and value.bit_length() > 64
-            shown = f"an integer of {value.bit_length()} bits" if large else str(value)[:40]
-            raise InvalidTokens(f"{shown} is not a token id: an integer from 0 to {MAX_TOKEN_ID}")
-    encoded = array("I", values)
-    _little_endian(encoded)
-    return encoded.tobytes()
-
-
-def decode_tokens(data: bytes) -> list[int]:
-    """Inverse of `encode_tokens`."""
-    decoded = array("I")
-    decoded.frombytes(data)
-    _little_endian(decoded)
-    return decoded.tolist()
-
-
-def _little_endian(values: array[int]) -> None:
-    if array("H", [1]).tobytes() != b"\x01\x00":
-        values.byteswap()
-
-
-def token_chunks(tokens: Sequence[int]) -> list[tuple[str, bytes]]:
-    """The chunks of an artifact's ``tokens`` array, as (digest, bytes); the last is padded with zeros."""
-    spec = token_chunk_spec(len(tokens))
-    chunks = []
-    for start in range(0, len(tokens), spec.shape[0]):
-        data = encode_tokens(tokens[start : start + spec.shape[0]]).ljust(spec.size, b"\0")
-        chunks.append((chunk_digest(data, spec.dtype, spec.shape), data))
-    return chunks
-
-
-def token_chunk_spec(count: int) -> ChunkSpec:
-    """Chunks of the ``tokens`` array, shape ``(count,)``, of an artifact of ``count`` tokens."""
-    return ChunkSpec(TOKEN_DTYPE, (min(count, TOKEN_CHUNK),))
-
-
-def token_chunk_count(count: int) -> int:
-    return -(-count // TOKEN_CHUNK)
-
-
-def block_key(fingerprint_id: str, parent: str | None, tokens: Sequence[int], steps: Sequence[Step]) -> str:
-    """Key of one block, chained to the block before it.
-
-    Parameters
-    ----------
-    fingerprint_id
-        Identity of everything that decides the bits.
-    parent
-        Key of the block before, or None for the first.
-    tokens
-        The block's own token ids.
-    steps
-        The schedule steps inside the block, normalized by `split_by_block`; they hold its positions.
-    """
-    framed = frame(
-        ["kvgraft.block.v1", fingerprint_id, parent, encode_tokens(tokens), [step.to_json() for step in steps]]
-    )
-    return format_digest(SHA256, hashlib.sha256(framed).digest())
-
-
-def block_keys(fingerprint_id: str, tokens: Sequence[int], steps: Iterable[Step], block_tokens: int) -> list[str]:
-    """Keys of all blocks of ``tokens`` under a schedule."""
-    keys: list[str] = []
-    parent = None
-    for i, block_steps in enumerate(split_by_block(steps, block_tokens)):
-        start = i * block_tokens
-        parent = block_key(fingerprint_id, parent, tokens[start : block_steps[-1].stop], block_steps)
-        keys.append(parent)
-    return keys
-
-
-@dataclass(frozen=True)
-class BlockRecord:
-    """Which chunks hold one block's state.
-
-    Parameters
-    ----------
-    key, parent
-        Block keys; ``parent`` is None for the first block.
-    start, stop
-        Absolute token span.
-    steps
-        The schedule inside the block.
-    chunks
-        Chunk digests by array name, each in the order of `Layout.chunks`.
-    """
-
-    key: str
-    parent: str | None
-    start: int
-    stop: int
-    steps: tuple[Step, ...]
-    chunks: dict[str, tuple[str, ...]]
-
-    @cached_property
-    def data(self) -> bytes:
-        """The canonical document; its SHA-256 is `digest`."""
-        return canonical_json(
-            {
-                "key": self.key,
-                "parent": self.parent,
-                "start": self.start,
-                "stop": self.stop,
-                "steps": [step.to_json() for step in self.steps],
-                "chunks": {name: list(digests) for name, digests in self.chunks.items()},
-            }
-        )
-
-    @cached_property
-    def digest(self) -> str:
-        return sha256_digest(self.data)
-
-    @classmethod
-    def parse(cls, data: bytes) -> BlockRecord:
-        """Read a record; `check` ties it to a layout.
-
-        Raises
-        ------
-        MalformedDocument, MalformedDigest, TooLarge
-        """
-        return cls.from_json(parse_json(data, limit=MAX_RECORD_BYTES, what="block record"))
-
-    @classmethod
-    def from_json(cls, value: Any) -> BlockRecord:
-        match value:
-            case {
-                "key": str(key),
-                "parent": parent,
-                "start": int(start),
-                "stop": int(stop),
-                "steps": list(steps),
-                "chunks": dict(chunks),
-            } if len(value) == 6 and not isinstance(start, bool) and not isinstance(stop, bool):
-                pass
-            case _:
-                raise MalformedDocument(f"not a block record: {str(value)[:100]}")
-        parse_digest(key, SHA256)
-        if parent is not None:
-            _parse_digest_value(parent, SHA256)
-        for digests in chunks.values():
-            if not isinstance(digests, list):
-                raise MalformedDocument(f"the chunks of block {key} are not lists of digests")
-            for digest in digests:
-                _parse_digest_value(digest, BLAKE3)
-        return cls(
-            key,
-            parent,
-            start,
-            stop,
-            tuple(Step.from_json(step) for step in steps),
-            {name: tuple(digests) for name, digests in chunks.items()},
-        )
-
-    def check(self, layout: Layout) -> None:
-        """Check the span, the steps and the chunks' number against a layout.
-
-        Raises
-        ------
-        MalformedDocument
-        """
-        size = layout.block_tokens
-        if not 0 <= self.start < self.stop <= MAX_TOKENS or self.start % size or self.stop - self.start > size:
-            raise MalformedDocument(
-                f"block {self.key} spans {self.start} to {self.stop}, which is no block of {size} tokens"
-            )
-        if (self.parent is None) != (self.start == 0):
-            raise MalformedDocument(f"block {self.key} begins at token {self.start} and its parent is {self.parent}")
-        shifted = [Step(step.kind, step.start - self.start, step.stop - self.start) for step in self.steps]
-        if not shifted or any(step.start < 0 or step.stop > size for step in shifted):
-            raise MalformedDocument(f"the steps of block {self.key} do not lie in its span")
-        normal = split_by_block(shifted, size)
-        if len(normal) != 1 or normal[0] != shifted or shifted[-1].stop != self.stop - self.start:
-            raise MalformedDocument(f"the steps of block {self.key} do not cover its span exactly, in normal form")
-        expected = {name: a.grid[0] * a.grid[1] for name, a in layout.arrays.items()}
-        found = {name: len(digests) for name, digests in self.chunks.items()}
-        if found != expected:
-            raise MalformedDocument(
-                f"block {self.key} names {_counts(found)} chunks; its layout has {_counts(expected)}",
-                block_key=self.key,
-            )
 
 
 @dataclass(frozen=True)
@@ -347,7 +141,7 @@ class Manifest:
         if isinstance(count, bool) or not 0 < count <= MAX_TOKENS:
             raise MalformedDocument(f"the manifest has {count} tokens; it must have 1 to {MAX_TOKENS}")
         if parent is not None:
-            _parse_digest_value(parent, SHA256)
+            parse_digest_value(parent, SHA256)
         manifest = cls(
             Fingerprint(sections),
             count,
@@ -422,21 +216,11 @@ def require_digest(data: bytes, digest: str, what: str) -> bytes:
     return data
 
 
-def _counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name}: {n}" for name, n in sorted(counts.items())[:8]) or "no"
-
-
-def _parse_digest_value(value: Any, algorithm: str) -> None:
-    if not isinstance(value, str):
-        raise MalformedDocument(f"{str(value)[:100]} is not a digest")
-    parse_digest(value, algorithm)
-
-
 def _digest_list(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise MalformedDocument("the token chunks are not a list of digests")
     for digest in value:
-        _parse_digest_value(digest, BLAKE3)
+        parse_digest_value(digest, BLAKE3)
     return tuple(value)
 
 

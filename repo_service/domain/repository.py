@@ -13,7 +13,8 @@ from typing_extensions import Buffer
 from repo_service.domain.errors import KvgraftError
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
-from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.views import (
     ArtifactInfo,
     ArtifactPage,

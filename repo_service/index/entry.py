@@ -8,7 +8,9 @@ from datetime import datetime
 
 from repo_service.domain.digest import BLAKE3, parse_digest
 from repo_service.domain.layout import ChunkSpec
-from repo_service.domain.manifest import BlockRecord, Manifest, token_chunk_spec
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
+from repo_service.domain.tokens import token_chunk_spec
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
-from repo_service.domain.manifest import BlockRecord
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.views import ArtifactInfo, ArtifactPage, ArtifactQuery, Divergence, Match, Stats, TagInfo
 from repo_service.index import (
     divergences,

@@ -10,7 +10,7 @@ from repo_service.domain.canonical import canonical_json
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing, Divergence
 from repo_service.domain.fingerprint import Fingerprint
-from repo_service.domain.manifest import encode_tokens
+from repo_service.domain.tokens import encode_tokens
 from repo_service.index import chunks, times, tokens
 from repo_service.index.chunks import KnownChunk
 from repo_service.index.dialect import bound, bound_ids, digest_list, id_list, insert_many, insert_new

@@ -17,7 +17,7 @@ from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_dige
 from repo_service.domain.errors import ChunkNotFound, Conflict, MalformedDocument, PushNotFound
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
-from repo_service.domain.manifest import BlockRecord
+from repo_service.domain.record import BlockRecord
 from repo_service.index import chunks, times
 from repo_service.index.dialect import bound, digest_list, insert_many, insert_new
 from repo_service.index.models import Block, Chunk, ChunkState, LooseRecord, PushBlock, PushChunk, PushRecord

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from sqlalchemy import ColumnElement, exists, func
 
-from repo_service.domain.manifest import encode_tokens
+from repo_service.domain.tokens import encode_tokens
 from repo_service.index.models import Artifact, ArtifactTokens
 
 HEAD_TOKENS = 64

@@ -29,8 +29,9 @@ from repo_service.domain.errors import (
     RepositoryError,
     StorageFull,
 )
-from repo_service.domain.manifest import MAX_MANIFEST_BYTES, MAX_RECORD_BYTES, BlockRecord, Manifest, require_digest
+from repo_service.domain.manifest import MAX_MANIFEST_BYTES, Manifest, require_digest
 from repo_service.domain.names import check_tag
+from repo_service.domain.record import MAX_RECORD_BYTES, BlockRecord
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.views import ArtifactInfo
 from repo_service.services.zarr_view import ChunkAddress, Hierarchy, ZarrView

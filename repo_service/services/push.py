@@ -21,9 +21,11 @@ from repo_service.domain.errors import (
 from repo_service.domain.errors import Divergence as DivergenceError
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec, Layout
-from repo_service.domain.manifest import MAX_TOKENS, BlockRecord, Manifest, token_chunk_count, token_chunk_spec
+from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import check_namespace
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push
+from repo_service.domain.tokens import MAX_TOKENS, token_chunk_count, token_chunk_spec
 from repo_service.domain.views import ArtifactInfo, Divergence
 from repo_service.index import Entry, Index
 from repo_service.services.documents import (

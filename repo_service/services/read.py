@@ -12,13 +12,9 @@ from dataclasses import dataclass
 from repo_service.domain.digest import ChunkHasher
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, Corrupt, DocumentCorrupt
 from repo_service.domain.layout import ChunkSpec
-from repo_service.domain.manifest import (
-    BlockRecord,
-    Manifest,
-    decode_tokens,
-    require_digest,
-    token_chunk_spec,
-)
+from repo_service.domain.manifest import Manifest, require_digest
+from repo_service.domain.record import BlockRecord
+from repo_service.domain.tokens import decode_tokens, token_chunk_spec
 from repo_service.domain.views import StorageReport
 from repo_service.index import Index
 from repo_service.services.documents import block_record_key, chunk_key, manifest_key

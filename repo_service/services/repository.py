@@ -11,8 +11,9 @@ from repo_service.domain.canonical import check_canonical
 from repo_service.domain.errors import MalformedUrl
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
-from repo_service.domain.manifest import BlockRecord, Manifest
+from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import DEFAULT_NAMESPACE, check_namespace, check_tag
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import (
     ArtifactInfo,
@@ -28,7 +29,7 @@ from repo_service.domain.views import (
     TagInfo,
 )
 from repo_service.index import Index
-from repo_service.services.documents import block_record_key, chunk_key, entry_key, seal, tag_key
+from repo_service.services.documents import ENTRIES, block_record_key, chunk_key, entry_key, seal, tag_key
 from repo_service.services.marker import open_marker, prepare_directory
 from repo_service.services.push import LocalPush, begin_push
 from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
@@ -38,6 +39,7 @@ from repo_service.version import FORMAT_VERSION, __version__
 
 MEMORY_URL = "memory:"
 
+_INDEX_FILE = "index.sqlite"
 _CHECK_WORKERS = 2
 
 
@@ -57,15 +59,19 @@ def open_local(url: str, *, create: bool = True) -> LocalRepository:
     """
     store: Store
     if url == MEMORY_URL:
-        store, index_url = MemoryStore(), "sqlite://"
+        store, index_url, indexed = MemoryStore(), "sqlite://", True
     else:
         root = _directory(url)
         prepare_directory(root, create=create)
-        store, index_url = LocalStore(root), f"sqlite:///{root}/index.sqlite"
+        store, index_url = LocalStore(root), f"sqlite:///{root}/{_INDEX_FILE}"
+        indexed = (root / _INDEX_FILE).exists()
     # The marker comes first: another process that opens the directory now must know it for a repository.
     repository_id = open_marker(store, url)
     index = Index.open(index_url)
     index.claim(repository_id)
+    if not indexed and next(store.list(ENTRIES), None) is not None:
+        # The index was lost or left behind; the store is the truth (I5).
+        reindex(store, index)
     return LocalRepository(url, repository_id, store, index)
 
 

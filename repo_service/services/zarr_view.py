@@ -15,8 +15,10 @@ from typing import Any
 
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound
 from repo_service.domain.layout import DTYPE_BYTES, ArrayLayout, ChunkSpec
-from repo_service.domain.manifest import BlockRecord, Manifest, token_chunk_spec
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
+from repo_service.domain.tokens import token_chunk_spec
 
 TOKENS = "tokens"
 METADATA = "zarr.json"
