@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pushing import push
@@ -170,3 +171,40 @@ def test_i5_a_lost_index_is_rebuilt_when_the_repository_is_opened(tmp_path: Path
     with open_repository(f"file://{root}") as repository:
         assert repository.artifact("kept", "default").id == info.id
         assert repository.check(info.id, "default").ok
+
+
+@pytest.mark.parametrize("method", ["publish", "unpublish", "set_tag", "delete_tag"])
+def test_i5_where_the_index_cannot_commit_the_store_is_as_before(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def documents() -> dict[str, bytes]:
+        files = [p for kind in ("entries", "tags") for p in (tmp_path / "repository" / kind).rglob("*.json")]
+        return {str(p): p.read_bytes() for p in files}
+
+    with open_repository(f"file://{tmp_path}/repository") as repository:
+        stored_info, _ = push(repository, artifact(list(range(40)), fingerprint()))
+        other, _ = push(repository, artifact(list(range(50)), fingerprint()))
+        repository.set_tag("default", "kept", stored_info.id)
+        before = documents()
+        index = repository._index  # type: ignore[attr-defined]
+        whole = getattr(index, method)
+
+        def full(*arguments: Any) -> None:
+            """The write goes through, the commit does not."""
+
+            def write(value: Any) -> None:
+                arguments[-1](value)
+                raise StorageFull("the index can't grow")
+
+            whole(*arguments[:-1], write)
+
+        monkeypatch.setattr(index, method, full)
+        uses = {
+            "publish": lambda: push(repository, artifact(list(range(60)), fingerprint())),
+            "unpublish": lambda: repository.delete(stored_info.id, "default"),
+            "set_tag": lambda: repository.set_tag("default", "kept", other.id),
+            "delete_tag": lambda: repository.delete_tag("default", "kept"),
+        }
+        with pytest.raises(StorageFull):
+            uses[method]()
+        assert documents() == before

@@ -33,10 +33,12 @@ from repo_service.services.documents import (
     block_record_key,
     chunk_key,
     divergence_place,
+    entry_key,
     manifest_key,
     seal,
 )
 from repo_service.services.read import held_chunks, read_tokens
+from repo_service.services.undo import put_back_on_failure
 from repo_service.storage import Store
 
 LEASE = timedelta(hours=1)
@@ -122,7 +124,8 @@ class LocalPush(Push):
             list(pool.map(lambda record: self._write_record(push.namespace, record), records))
         self._store.put(manifest_key(manifest.id), manifest.data)
         entry = Entry(push.namespace, manifest, records, tokens, datetime.now(UTC))
-        info = self._index.publish(entry, self._write_entry)
+        with put_back_on_failure(self._store, [entry_key(push.namespace, manifest.id)]):
+            info = self._index.publish(entry, self._write_entry)
         self._index.end_push(self.id)
         return info
 

@@ -34,6 +34,7 @@ from repo_service.services.marker import open_marker, prepare_directory
 from repo_service.services.push import LocalPush, begin_push
 from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
 from repo_service.services.reindex import reindex
+from repo_service.services.undo import put_back_on_failure
 from repo_service.storage import LocalStore, MemoryStore, Store
 from repo_service.version import FORMAT_VERSION, __version__
 
@@ -168,27 +169,29 @@ class LocalRepository(Repository):
     def set_tag(self, namespace: str, name: str, artifact_id: str) -> TagInfo:
         check_tag(name)
         artifact = self.artifact(artifact_id, namespace)
-        return self._index.set_tag(
-            namespace,
-            name,
-            artifact.id,
-            datetime.now(UTC),
-            lambda tag: self._store.put(tag_key(namespace, name), seal(tag)),
-        )
+        key = tag_key(namespace, name)
+        with put_back_on_failure(self._store, [key]):
+            return self._index.set_tag(
+                namespace, name, artifact.id, datetime.now(UTC), lambda tag: self._store.put(key, seal(tag))
+            )
 
     def delete_tag(self, namespace: str, name: str) -> None:
         key = tag_key(namespace, name)
-        self._index.delete_tag(namespace, name, lambda _: self._store.delete(key))
+        with put_back_on_failure(self._store, [key]):
+            self._index.delete_tag(namespace, name, lambda _: self._store.delete(key))
 
     def delete(self, artifact_id: str, namespace: str) -> DeleteReport:
         artifact = self._index.artifact(check_namespace(namespace), artifact_id)
 
+        entry = entry_key(namespace, artifact.id)
+
         def write(tags: list[str]) -> None:
-            self._store.delete(entry_key(namespace, artifact.id))
+            self._store.delete(entry)
             for name in tags:
                 self._store.delete(tag_key(namespace, name))
 
-        tags = self._index.unpublish(namespace, artifact.id, write)
+        with put_back_on_failure(self._store, [entry, *(tag_key(namespace, name) for name in artifact.tags)]):
+            tags = self._index.unpublish(namespace, artifact.id, write)
         self._holdings.forget(namespace, artifact.id)
         chunks, freed = self._index.reclaim(self._remove)
         return DeleteReport(artifact_id=artifact.id, tags=tags, chunks=chunks, bytes=freed)
