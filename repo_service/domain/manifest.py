@@ -159,6 +159,8 @@ class Manifest:
             )
         if manifest.tokens is not None and len(manifest.tokens) != token_chunk_count(count):
             raise MalformedDocument("the manifest's number of token chunks does not match its token count")
+        # What was parsed is canonical, so it need not be encoded again.
+        vars(manifest)["data"] = bytes(data)
         return manifest
 
     def check_records(self, records: Sequence[BlockRecord]) -> None:

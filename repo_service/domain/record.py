@@ -98,7 +98,10 @@ class BlockRecord:
         ------
         MalformedDocument, MalformedDigest, TooLarge
         """
-        return cls.from_json(parse_json(data, limit=MAX_RECORD_BYTES, what="block record"))
+        record = cls.from_json(parse_json(data, limit=MAX_RECORD_BYTES, what="block record"))
+        # What was parsed is canonical, so it need not be encoded again.
+        vars(record)["data"] = bytes(data)
+        return record
 
     @classmethod
     def from_json(cls, value: Any) -> BlockRecord:

@@ -18,7 +18,7 @@ from repo_service.storage.store import Store, check_key, is_key
 TEMP = "tmp"
 
 # A piece is hashed while it still lies in the core's cache.
-_PIECE = 512 * 1024
+_PIECE = 1024 * 1024
 
 # What opening or removing a file says where no file is.
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
