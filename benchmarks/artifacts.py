@@ -13,7 +13,7 @@ from repo_service.domain.layout import ArrayLayout, LayerGroup, Layout, chunk_sp
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.repository import Push, Repository
-from repo_service.domain.schedule import canonical_steps, split_by_block
+from repo_service.domain.schedule import Step, canonical_steps, split_by_block
 from repo_service.domain.tokens import token_chunks
 from repo_service.domain.views import ArtifactInfo
 
@@ -52,6 +52,22 @@ class Synthetic:
         return sum(map(len, self.contents.values()))
 
 
+def random_block(
+    layout: Layout, key: str, parent: str | None, steps: list[Step]
+) -> tuple[BlockRecord, dict[str, bytes]]:
+    """A block of random state: its record, and its chunks' bytes by digest."""
+    contents: dict[str, bytes] = {}
+    chunks: dict[str, list[str]] = {name: [] for name in layout.arrays}
+    for ref in layout.chunks():
+        spec = layout.arrays[ref.array].chunk
+        data = os.urandom(spec.size)
+        digest = chunk_digest(data, spec.dtype, spec.shape)
+        contents[digest] = data
+        chunks[ref.array].append(digest)
+    named = {name: tuple(digests) for name, digests in chunks.items()}
+    return BlockRecord(key, parent, steps[0].start, steps[-1].stop, tuple(steps), named), contents
+
+
 def synthetic(made_with: Fingerprint, blocks: int) -> Synthetic:
     """An artifact of random token ids and random state."""
     layout = Layout.of(made_with)
@@ -62,23 +78,9 @@ def synthetic(made_with: Fingerprint, blocks: int) -> Synthetic:
     contents: dict[str, bytes] = {}
     records: list[BlockRecord] = []
     for i, block_steps in enumerate(split_by_block(steps, BLOCK_TOKENS)):
-        chunks: dict[str, list[str]] = {name: [] for name in layout.arrays}
-        for ref in layout.chunks():
-            spec = layout.arrays[ref.array].chunk
-            data = os.urandom(spec.size)
-            digest = chunk_digest(data, spec.dtype, spec.shape)
-            contents[digest] = data
-            chunks[ref.array].append(digest)
-        records.append(
-            BlockRecord(
-                keys[i],
-                keys[i - 1] if i else None,
-                block_steps[0].start,
-                block_steps[-1].stop,
-                tuple(block_steps),
-                {name: tuple(digests) for name, digests in chunks.items()},
-            )
-        )
+        record, chunks = random_block(layout, keys[i], keys[i - 1] if i else None, block_steps)
+        records.append(record)
+        contents |= chunks
     token_contents = dict(token_chunks(tokens))
     manifest = Manifest(made_with, count, tuple(token_contents), tuple((r.key, r.digest) for r in records))
     return Synthetic(manifest, records, contents, token_contents)

@@ -14,20 +14,18 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from benchmarks.artifacts import NAMESPACE
+from benchmarks.artifacts import BLOCK_TOKENS, NAMESPACE, fingerprint, random_block
 from benchmarks.servers import kvgraft_server
 from engine_adapter.state import StateCache
 from engine_adapter.transfer import ChunkReader
 from repo_service.client import open_repository
-from repo_service.domain.digest import chunk_digest
-from repo_service.domain.fingerprint import Fingerprint
-from repo_service.domain.layout import ArrayLayout, LayerGroup, Layout, chunk_split
+from repo_service.domain.layout import Layout
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.schedule import canonical_steps, split_by_block
 from repo_service.domain.tokens import token_chunks
 
-LAYERS, HEADS, DIM, BLOCK_TOKENS = 32, 8, 128, 256
+LAYERS, HEADS, DIM = 32, 8, 128
 WORKERS = 4
 TAG = "large"
 
@@ -66,13 +64,7 @@ def run(gib: float) -> dict[str, Any]:
 
 def _push(root: Path, gib: float) -> None:
     """Push block by block."""
-    split = chunk_split(LAYERS, HEADS, BLOCK_TOKENS, DIM, "bfloat16")
-    arrays = tuple(ArrayLayout(n, "bfloat16", LAYERS, HEADS, DIM, BLOCK_TOKENS, *split) for n in ("k", "v"))
-    group = LayerGroup("full", "full", tuple(range(LAYERS)), None, arrays)
-    sections: dict[str, dict[str, Any]] = {name: {} for name in ("model", "positions", "numerics", "canary")}
-    made_with = Fingerprint(
-        {**sections, "state": {"groups": [group.to_json()]}, "schedule": {"block_tokens": BLOCK_TOKENS}}
-    )
+    made_with = fingerprint(LAYERS, HEADS, DIM)
     layout = Layout.of(made_with)
     blocks = round(gib * 2**30 / layout.block_bytes)
     tokens = random.Random(1).choices(range(32000), k=blocks * BLOCK_TOKENS)
@@ -81,17 +73,7 @@ def _push(root: Path, gib: float) -> None:
     records: list[BlockRecord] = []
     with open_repository(f"file://{root}") as repository, repository.begin_push(made_with, NAMESPACE) as push:
         for i, block_steps in enumerate(split_by_block(steps, BLOCK_TOKENS)):
-            contents: dict[str, bytes] = {}
-            chunks: dict[str, list[str]] = {name: [] for name in layout.arrays}
-            for ref in layout.chunks():
-                spec = layout.arrays[ref.array].chunk
-                data = os.urandom(spec.size)
-                digest = chunk_digest(data, spec.dtype, spec.shape)
-                contents[digest] = data
-                chunks[ref.array].append(digest)
-            named = {name: tuple(digests) for name, digests in chunks.items()}
-            start, stop = block_steps[0].start, block_steps[-1].stop
-            record = BlockRecord(keys[i], keys[i - 1] if i else None, start, stop, tuple(block_steps), named)
+            record, contents = random_block(layout, keys[i], keys[i - 1] if i else None, block_steps)
             for digest in push.offer([record]):
                 push.put(digest, contents[digest])
             records.append(record)
