@@ -33,7 +33,11 @@ def _ttft(small: bool) -> Mapping[str, Any]:
     from benchmarks import ttft
 
     lengths = [600] if small else [2048, 4096, 8192]
-    return {dtype: ttft.run(lengths, 5, "smollm2", dtype) for dtype in ("float32", "bfloat16")}
+    return {
+        f"{dtype}, grouped attention" if grouped else dtype: ttft.run(lengths, 9, "smollm2", dtype, grouped=grouped)
+        for dtype in ("float32", "bfloat16")
+        for grouped in (False, True)
+    }
 
 
 def _memory(small: bool) -> Mapping[str, Any]:

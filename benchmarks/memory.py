@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from benchmarks.artifacts import BLOCK_TOKENS, NAMESPACE, fingerprint, random_block
 from benchmarks.servers import kvgraft_server
-from engine_adapter.state import StateCache
+from engine_adapter.cache import StateCache
 from engine_adapter.transfer import ChunkReader
 from repo_service.client import open_repository
 from repo_service.domain.layout import Layout
@@ -51,7 +51,8 @@ def run(gib: float) -> dict[str, Any]:
         with _Peak(pid) as server, _Peak(os.getpid()) as client:
             cache = StateCache(config)
             reader.restore(manifest.id, layout, records, manifest.token_count, cache)
-        cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        layers: list[Any] = cache.layers
+        cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         return {
             "artifact_mib": round(manifest.state_bytes / 2**20),
             "cache_mib": round(cache_bytes / 2**20),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import zarr
+from blake3 import blake3
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -25,6 +26,7 @@ from repo_service.domain.layout import Layout
 from repo_service.domain.repository import Repository
 
 CONNECTIONS = 4
+PIECE = 2**20
 
 
 def run(blocks: int, rounds: int) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def run(blocks: int, rounds: int) -> dict[str, Any]:
         served, _ = stack.enter_context(kvgraft_server(root / "repository"))
         remote = stack.enter_context(open_repository(served))
         port = stack.enter_context(sendfile_server(root / "files"))
+        hashing_port = stack.enter_context(sendfile_server(root / "files", "--hash"))
         pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in (1, 2, CONNECTIONS)}
         ways: dict[str, Callable[[], object]] = {
             "raw read, 1 thread": lambda: memory.raw_read(files, pools[1]),
@@ -49,6 +52,8 @@ def run(blocks: int, rounds: int) -> dict[str, Any]:
             "torch.load": lambda: torch.load(root / "state.pt", weights_only=True),
             "plain zarr": lambda: _zarr(root / "state.zarr", memory.block),
             "sendfile server": lambda: memory.sendfile(port, files, pools[CONNECTIONS]),
+            "sendfile server, client hashes": lambda: memory.sendfile(port, files, pools[CONNECTIONS], blake3),
+            "server and client hash": lambda: memory.sendfile(hashing_port, files, pools[CONNECTIONS], blake3),
             "kvgraft over HTTP": lambda: memory.restore(remote, pools[CONNECTIONS]),
         }
         seconds = timed_in_turn(ways, rounds)
@@ -97,9 +102,11 @@ class _Destination:
             )
         )
 
-    def sendfile(self, port: int, files: list[Path], pool: ThreadPoolExecutor) -> None:
+    def sendfile(
+        self, port: int, files: list[Path], pool: ThreadPoolExecutor, hasher: Callable[[], Any] | None = None
+    ) -> None:
         parts = list(self._parts())
-        list(pool.map(lambda i: _fetch(port, files[i::CONNECTIONS], parts[i::CONNECTIONS]), range(CONNECTIONS)))
+        list(pool.map(lambda i: _fetch(port, files[i::CONNECTIONS], parts[i::CONNECTIONS], hasher), range(CONNECTIONS)))
 
 
 def _read_file(path: Path, out: memoryview) -> None:
@@ -112,14 +119,17 @@ def _read_file(path: Path, out: memoryview) -> None:
         os.close(fd)
 
 
-def _fetch(port: int, files: list[Path], parts: list[memoryview]) -> None:
+def _fetch(port: int, files: list[Path], parts: list[memoryview], hasher: Callable[[], Any] | None) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port)
     for file, part in zip(files, parts, strict=True):
         connection.request("GET", f"/{file.name}")
         response = connection.getresponse()
-        position = 0
+        position, hashed = 0, hasher() if hasher is not None else None
         while position < len(part):
-            position += response.readinto(part[position:])
+            read = response.readinto(part[position : position + PIECE])
+            if hashed is not None:
+                hashed.update(part[position : position + read])
+            position += read
         response.read()
     connection.close()
 

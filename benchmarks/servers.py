@@ -28,10 +28,11 @@ def kvgraft_server(root: Path) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def sendfile_server(root: Path) -> Iterator[int]:
-    """Serve the files below ``root`` by bare ``sendfile``; gives the port."""
+def sendfile_server(root: Path, *options: str) -> Iterator[int]:
+    """Serve the files below ``root`` by bare ``sendfile``, or with ``--hash``; gives the port."""
     port = free_port()
-    with _running([sys.executable, "-m", "benchmarks.sendfile", str(root), str(port)], f"http://127.0.0.1:{port}/"):
+    command = [sys.executable, "-m", "benchmarks.sendfile", str(root), str(port), *options]
+    with _running(command, f"http://127.0.0.1:{port}/"):
         yield port
 
 

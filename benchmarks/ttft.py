@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -11,18 +12,22 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine_adapter import GraftSession, Run, open_repository
+from engine_adapter.canary import GROUPED_ATTENTION
 from engine_adapter.demo_models import resolve
 from engine_adapter.run import logits_sha256
 
 QUESTION_TOKENS = 24
 
 
-def run(lengths: list[int], rounds: int, model_name: str, dtype: str) -> dict[str, Any]:
+def run(lengths: list[int], rounds: int, model_name: str, dtype: str, *, grouped: bool) -> dict[str, Any]:
     """Prompts of ``lengths`` tokens: a stored document and a question of 24 tokens after its last whole block.
 
     Grafted: match, manifest, records, verified read, placing, the question's forward call, including
     the check that the weights are unchanged. Fresh: the same prompt under the same schedule.
+
+    ``grouped`` sets ``TRANSFORMERS_SDPA_FORCE_GQA``, for the fresh runs and the grafted ones.
     """
+    os.environ[GROUPED_ATTENTION] = "1" if grouped else "0"
     path = resolve(model_name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -50,7 +55,14 @@ def run(lengths: list[int], rounds: int, model_name: str, dtype: str) -> dict[st
                 "speedup": round(fresh_s / grafted_s, 1),
                 "exact": all(logits_sha256(run.logits) == logits_sha256(fresh.logits) for _, run in grafted),
             }
-    return {"model": model_name, "dtype": dtype, "rounds_grafted": rounds, "page_cache": "warm", "tokens": results}
+    return {
+        "model": model_name,
+        "dtype": dtype,
+        "grouped_attention": grouped,
+        "rounds_grafted": rounds,
+        "page_cache": "warm",
+        "tokens": results,
+    }
 
 
 def _timed(session: GraftSession, prompt: list[int], *, graft: bool) -> tuple[float, Run]:

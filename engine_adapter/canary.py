@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,13 @@ from repo_service.domain.digest import SHA256, format_digest, sha256_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+GROUPED_ATTENTION = "TRANSFORMERS_SDPA_FORCE_GQA"
+"""Environment variable: 1 lets transformers' sdpa read keys and values shared by several heads as they lie.
+
+By default they are copied for every head first wherever there is a mask, as in most calls. Without the copy a CPU
+is faster; some models' bits are then others, which the canary tells, and on a GPU another kernel may be chosen.
+"""
 
 # (position, tokens); None stands for a full block.
 _STEPS = ((0, None), (700, None), (0, 37), (300, 100), (700, 17), (2047, 5), (0, 1), (700, 1), (2047, 1))
@@ -45,6 +53,14 @@ _LARGE_WEIGHTS = 2**24
 _PERIOD = 65521
 # Brings the rounding error of an attention score, about 2**-13, to where softmax shows it.
 _SCORE_SCALE = 2.0**13
+
+
+def watched_settings() -> tuple[object, ...]:
+    """Settings that are no fields of a fingerprint, for they change bits in some shapes on some machines only.
+
+    A canary measured under other ones says nothing any more.
+    """
+    return torch.get_num_threads(), os.environ.get(GROUPED_ATTENTION)
 
 
 def measure(model: PreTrainedModel, block_tokens: int) -> dict[str, str]:
@@ -179,6 +195,15 @@ class _Operand(NamedTuple):
         shape = [1 if step == 0 else size for size, step in zip(self.shape, self.stride, strict=True)]
         return torch.empty_strided(shape, self.stride, dtype=self.dtype, device=self.device)
 
+    def filled(self, contents: Tensor) -> Tensor:
+        """A tensor like this with ``contents``, repeated where they have size 1."""
+        target = self.empty()
+        return target.copy_(contents.expand(target.shape)).expand(self.shape)
+
+    def one_head(self) -> _Operand:
+        """Of ``[batch, heads, tokens, dim]``, contiguous."""
+        return self._replace(shape=(self.shape[0], 1, *self.shape[2:]), stride=None)
+
 
 class _Numbers:
     """Pseudo-random numbers, made with integers alone and exact in every dtype."""
@@ -248,10 +273,13 @@ class _Product(NamedTuple):
         options = dict(self.options)
         for mask in masks:
             options["attn_mask"] = mask.empty().fill_(mask.dtype == torch.bool).expand(mask.shape)
-        noisy_scores = (numbers.cancelling(query, -1, 1, 1), numbers.cancelling(key, -1, -1, 2))
-        yield self.function(*noisy_scores, numbers.plain(value, 3), **options | {"scale": _SCORE_SCALE})
-        equal_scores = (query.empty().zero_().expand(query.shape), numbers.plain(key, 2))
-        yield self.function(*equal_scores, numbers.cancelling(value, -2, 1, 3), **options)
+        # Every head has the same keys and values, so that heads which share them give what copies would.
+        one_key, one_value = key.one_head(), value.one_head()
+        noisy_scores = (numbers.cancelling(query, -1, 1, 1), key.filled(numbers.cancelling(one_key, -1, -1, 2)))
+        plain_values = value.filled(numbers.plain(one_value, 3))
+        yield self.function(*noisy_scores, plain_values, **options | {"scale": _SCORE_SCALE})
+        equal_scores = (query.empty().zero_().expand(query.shape), key.filled(numbers.plain(one_key, 2)))
+        yield self.function(*equal_scores, value.filled(numbers.cancelling(one_value, -2, 1, 3)), **options)
 
 
 class _Projection(NamedTuple):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine_adapter.cache import StateCache
 from engine_adapter.run import Run
-from engine_adapter.state import StateCache
 from engine_adapter.support import require_supported
 from repo_service.domain.errors import ContextTooLong, InvalidTokens
 from repo_service.domain.schedule import PREFILL, Step, append_step, canonical_steps
@@ -57,18 +57,23 @@ class Engine:
         ------
         InvalidTokens, ContextTooLong
         """
+        tokens = self._ids(tokens_or_text)
+        if not tokens:
+            raise InvalidTokens("the prompt is empty: at least one token is needed")
+        self._require_room(len(tokens))
+        return tokens
+
+    def _ids(self, tokens_or_text: Tokens | str) -> list[int]:
+        """Token ids, checked against the vocabulary."""
         if isinstance(tokens_or_text, str):
             if self.tokenizer is None:
                 raise InvalidTokens("a text was given to a session without a tokenizer: give token ids")
             tokens = list(self.tokenizer.encode(tokens_or_text))
         else:
             tokens = token_list(tokens_or_text)
-        if not tokens:
-            raise InvalidTokens("the prompt is empty: at least one token is needed")
         for token in tokens:
             if not 0 <= token < self.vocabulary:
                 raise InvalidTokens(f"{token} is not a token id of this model: 0 to {self.vocabulary - 1}", token=token)
-        self._require_room(len(tokens))
         return tokens
 
     def _require_room(self, length: int) -> None:
@@ -79,15 +84,18 @@ class Engine:
                 window=self.window,
             )
 
-    def new_run(self) -> Run:
-        """A run without tokens."""
-        return Run(StateCache(self.model.config))
+    def new_run(self, tokens: int = 0) -> Run:
+        """A run without tokens, its cache about to take ``tokens``."""
+        run = Run(StateCache(self.model.config))
+        run.cache.reserve(tokens)
+        return run
 
     def extend(self, run: Run, tokens: Tokens | str, *, progress: Progress | None = None) -> Run:
         """Compute more prompt tokens after a run's last, in canonical steps. Returns the run."""
-        ids = token_list(tokens) if not isinstance(tokens, str) else self.encode(tokens)
+        ids = self._ids(tokens)
         start, stop = len(run.tokens), len(run.tokens) + len(ids)
         self._require_room(stop)
+        run.cache.reserve(stop)
         for step in canonical_steps(start, stop, self.block_tokens):
             self.call(run, ids[step.start - start : step.stop - start], PREFILL)
             if progress is not None:

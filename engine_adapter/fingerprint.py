@@ -54,7 +54,7 @@ def measure_fingerprint(
     Runs the model on one token and on the canary's probes, and hashes its weights.
     """
     groups = measure_groups(model, block_tokens)
-    current = measure_current(model)
+    current = measure_current(model, digest_weights(model))
     current["model"] |= {
         "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
         "chat_template": None if tokenizer is None else _digest(canonical(tokenizer.chat_template)),
@@ -76,26 +76,31 @@ def measure_fingerprint(
     )
 
 
-def measure_current(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+def measure_current(model: PreTrainedModel, weights: str) -> dict[str, dict[str, Any]]:
     """What may change a state's bits under a running session: model, positions and numerics.
 
     The tokenizer is left out: it decides which ids a text becomes, not what the ids become.
+
+    Parameters
+    ----------
+    weights
+        The weights' digest.
     """
     return {
-        "model": _model_section(model),
+        "model": _model_section(model, weights),
         "positions": _positions_section(model),
         "numerics": _numerics_section(model),
     }
 
 
-def _model_section(model: PreTrainedModel) -> dict[str, Any]:
+def _model_section(model: PreTrainedModel, weights: str) -> dict[str, Any]:
     config = model.config.to_dict()
     modules = [[name, type(module).__qualname__] for name, module in model.named_modules()]
     return {
         "architecture": type(model).__name__,
         "config": canonical(_without(config, _UNIDENTIFYING)),
         "dtype": str(model.dtype),
-        "weights": digest_weights(model),
+        "weights": weights,
         "modules": _digest(modules),
         "quantization": canonical(config.get("quantization_config")),
         "adapters": _adapters(model),

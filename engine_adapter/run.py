@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from engine_adapter.state import BlockRecorder, BlockState, StateCache
+from engine_adapter.cache import StateCache
+from engine_adapter.state import BlockRecorder, BlockState
 from engine_adapter.tensors import host_bytes
 from repo_service.domain.digest import sha256_digest
 from repo_service.domain.record import BlockRecord

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-import torch
-
 from engine_adapter.canary import measure as measure_canary
+from engine_adapter.canary import watched_settings
 from engine_adapter.deposit import deposit
 from engine_adapter.engine import Engine, Progress, Tokens, token_list
 from engine_adapter.fingerprint import measure_current, measure_fingerprint
@@ -16,6 +15,7 @@ from engine_adapter.run import Generation, Run, last_call_start, logits_sha256, 
 from engine_adapter.state import BlockRecorder
 from engine_adapter.transfer import ChunkReader
 from engine_adapter.verify import VerifyReport, verify_artifact
+from engine_adapter.weights import checksum_weights, digest_weights
 from repo_service.domain.errors import FingerprintMismatch, InvalidInput, InvalidTokens, WeightsChanged
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import Layout
@@ -75,7 +75,8 @@ class GraftSession(Engine):
         self.namespace = check_namespace(namespace)
         self.fingerprint: Fingerprint = measure_fingerprint(model, tokenizer, block_tokens)
         self.layout = Layout.of(self.fingerprint)
-        self._threads = torch.get_num_threads()
+        self._watched = watched_settings()
+        self._weights = checksum_weights(model)
         workers = read_workers or min(4, os.cpu_count() or 1)
         self.reader = ChunkReader(repository, namespace, workers, model.device)
 
@@ -135,6 +136,7 @@ class GraftSession(Engine):
         if max_new_tokens < 1:
             raise InvalidInput(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         run = prompt if isinstance(prompt, Run) else self.prefill(prompt, graft, record=record)
+        run.cache.reserve(len(run.tokens) + max_new_tokens - 1)
         ends = _end_tokens(self.model)
         tokens: list[int] = []
         digests: list[str] = []
@@ -206,7 +208,10 @@ class GraftSession(Engine):
         return manifest, records, ids
 
     def restore(self, manifest: Manifest, records: Sequence[BlockRecord], ids: Sequence[int], position: int) -> Run:
-        """A run holding the artifact's state up to ``position``, which must lie between two forward calls."""
+        """A run holding the artifact's state up to ``position``, which must lie between two forward calls.
+
+        Its cache has room for all of ``ids``.
+        """
         return self._restored(manifest, records, ids, position, None)
 
     def _restored(
@@ -217,7 +222,7 @@ class GraftSession(Engine):
         position: int,
         progress: Progress | None,
     ) -> Run:
-        run = self.new_run()
+        run = self.new_run(len(ids))
         if position:
             self.reader.restore(manifest.id, self.layout, records, position, run.cache, progress)
         run.tokens = list(ids[:position])
@@ -242,7 +247,7 @@ class GraftSession(Engine):
         keys = block_keys(self.fingerprint.id, ids[:whole], canonical_steps(0, whole, size), size)
         match = self.repository.match(self.namespace, keys) if keys else None
         if match is None:
-            return self.new_run()
+            return self.new_run(len(ids))
         manifest = self.repository.manifest(match.artifact_id, self.namespace)
         self.fingerprint.require_equal(manifest.fingerprint, f"the artifact {match.artifact_id}")
         records = self.repository.records(manifest, self.namespace)[: match.blocks]
@@ -261,18 +266,20 @@ class GraftSession(Engine):
             If anything else is not.
         """
         sections = self.fingerprint.sections
-        current = measure_current(self.model)
-        if torch.get_num_threads() != self._threads:
-            # How many threads share a sum decides its order for some shapes and not for others.
+        weights = sections["model"]["weights"]
+        if checksum_weights(self.model) != self._weights:
+            weights = digest_weights(self.model)
+        current = measure_current(self.model, weights)
+        if watched_settings() != self._watched:
             current["canary"] = dict(measure_canary(self.model, self.block_tokens))
         now = Fingerprint({**sections, **current, "model": {**sections["model"], **current["model"]}})
         if now.id == self.fingerprint.id:
             return
-        if now.sections["model"]["weights"] != sections["model"]["weights"]:
+        if weights != sections["model"]["weights"]:
             raise WeightsChanged(
                 "the model's weights were changed since the session began: open a new session",
                 before=sections["model"]["weights"],
-                now=now.sections["model"]["weights"],
+                now=weights,
             )
         self.fingerprint.require_equal(now, "the model as it now is")
 

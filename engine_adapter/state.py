@@ -1,4 +1,4 @@
-"""A model's state as transformers' cache layers hold it: measured groups, a recording cache, restored layers.
+"""A model's state as its cache layers hold it: measured groups, recorded blocks, restored layers.
 
 Shapes: a layer's keys and values are ``[1, heads, tokens, dim]``; a group's block is
 ``[layers, heads, block_tokens, dim]`` on the host, tokens past a partial block's end zero.
@@ -11,32 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from engine_adapter.cache import RoomyLayer, StateCache, room, take_memory
 from repo_service.domain.errors import UnsupportedModel
 from repo_service.domain.layout import DTYPE_BYTES, ArrayLayout, LayerGroup, Layout, chunk_split
 from repo_service.domain.schedule import Step, append_step
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 _ARRAY_NAMES = {"full": ("k", "v"), "sliding": ("k", "v"), "latent": ("compressed", "rope")}
-
-
-class StateCache(DynamicCache):
-    """transformers' own dynamic cache, which also shows new state to a recorder."""
-
-    def __init__(self, config: PreTrainedConfig, recorder: BlockRecorder | None = None) -> None:
-        super().__init__(config=config)
-        self.recorder = recorder
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self.recorder is not None:
-            self.recorder.record(layer_idx, (key_states, value_states))
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def measure_groups(model: PreTrainedModel, block_tokens: int) -> tuple[LayerGroup, ...]:
@@ -176,23 +162,23 @@ class BlockRecorder:
 
 
 class Restored:
-    """Cache layers being filled from stored blocks up to token ``position``.
+    """Cache layers being filled from stored blocks up to token ``position``, with room for ``tokens``.
 
     Full and latent layers get every token, sliding layers the last ``window - 1``.
     """
 
-    def __init__(self, layout: Layout, position: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, position: int, tokens: int, device: torch.device) -> None:
         self._position = position
-        self._tensors: dict[str, list[Tensor]] = {}
+        self._memory: dict[str, Tensor] = {}
         self._first: dict[str, int] = {}
         for group in layout.groups:
             first = 0 if group.window is None else max(0, position - group.window + 1)
+            kept = room(tokens) if group.window is None else position - first
             for array in group.arrays:
                 name = f"{group.name}/{array.name}"
-                shape = (1, array.heads, position - first, array.dim)
-                dtype = getattr(torch, array.dtype)
+                shape = (len(group.layers), 1, array.heads, kept, array.dim)
                 self._first[name] = first
-                self._tensors[name] = [torch.empty(shape, dtype=dtype, device=device) for _ in group.layers]
+                self._memory[name] = take_memory(shape, getattr(torch, array.dtype), device)
 
     def needs(self, name: str, start: int, stop: int) -> bool:
         """True if array ``name`` needs tokens of the block ``[start, stop)``."""
@@ -203,17 +189,20 @@ class Restored:
         first = self._first[name]
         begin, end = max(start, first), min(stop, self._position)
         source = chunk[:, :, begin - start : end - start]
-        for row, layer_state in enumerate(source):
-            target = self._tensors[name][layer + row]
-            target[0, head : head + chunk.shape[1], begin - first : end - first].copy_(layer_state, non_blocking=True)
+        layers, heads = chunk.shape[:2]
+        target = self._memory[name][layer : layer + layers, 0, head : head + heads, begin - first : end - first]
+        target.copy_(source, non_blocking=True)
 
     def install(self, layout: Layout, cache: StateCache) -> None:
         """Hand the filled tensors to the cache's layers."""
         for group in layout.groups:
-            keys, values = (self._tensors[f"{group.name}/{array.name}"] for array in group.arrays)
+            memory = [self._memory[f"{group.name}/{array.name}"] for array in group.arrays]
             for row, index in enumerate(group.layers):
                 layer: Any = cache.layers[index]
-                layer.lazy_initialization(keys[row], values[row])
-                layer.keys, layer.values = keys[row], values[row]
-                if group.window is not None:
-                    layer.cumulative_length = self._position
+                states = [tensor[row] for tensor in memory]
+                if isinstance(layer, RoomyLayer):
+                    layer.adopt(states, self._position)
+                    continue
+                layer.lazy_initialization(*states)
+                layer.keys, layer.values = states
+                layer.cumulative_length = self._position

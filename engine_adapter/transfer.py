@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from engine_adapter.cache import StateCache
 from engine_adapter.engine import Progress
-from engine_adapter.state import BlockState, Restored, StateCache, empty_block
+from engine_adapter.state import BlockState, Restored, empty_block
 from engine_adapter.tensors import host_bytes
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.layout import MAX_CHUNK_BYTES, ChunkSpec, Layout
@@ -67,7 +68,7 @@ class ChunkReader:
         ChunkCorrupt, ChunkNotFound, Unavailable
             The cache is then unchanged.
         """
-        restored = Restored(layout, position, self._device)
+        restored = Restored(layout, position, max(position, cache.reserved), self._device)
         wanted = []
         for record in records:
             for name, digests in record.chunks.items():

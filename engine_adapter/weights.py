@@ -1,11 +1,19 @@
-"""Digest of the weights as loaded: contents, dtypes and shapes, never paths or dates."""
+"""The weights as loaded, by contents, dtypes and shapes, never paths or dates.
+
+A digest is their identity; a checksum, several times as fast, tells a session that its own
+weights are still those it began with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import torch
 from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from engine_adapter.tensors import host_bytes
 from repo_service.domain.canonical import frame
@@ -15,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _HOST_ELEMENTS = 16 * 2**20
+_PIECE_BYTES = 8 * 2**20
 
 
 def digest_weights(model: nn.Module) -> str:
@@ -28,14 +37,24 @@ def digest_weights(model: nn.Module) -> str:
     str
         ``blake3:<hex>``.
     """
-    seen: dict[tuple[object, ...], bytes] = {}
-    leaves: list[list[str | bytes]] = []
-    for name, tensor in sorted(_tensors(model)):
-        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if place not in seen:
-            seen[place] = _digest_tensor(tensor)
-        leaves.append([name, seen[place]])
+    leaves = _leaves(model, lambda tensors: [_digest_tensor(tensor) for tensor in tensors])
     return format_digest(BLAKE3, blake3(frame(["kvgraft.weights.v1", leaves])).digest())
+
+
+def checksum_weights(model: nn.Module) -> bytes:
+    """128 bits that change with any parameter or buffer, unless someone in this process contrives that they don't.
+
+    Covers what `digest_weights` does.
+    """
+    return xxh3_128_digest(frame(_leaves(model, _checksum_tensors)))
+
+
+def _leaves(model: nn.Module, digest: Callable[[Sequence[Tensor]], Sequence[bytes]]) -> list[list[str | bytes]]:
+    """Every name with the digest of its tensor."""
+    named = [(name, (t.device, t.data_ptr(), t.dtype, tuple(t.shape), t.stride()), t) for name, t in _tensors(model)]
+    distinct = {place: tensor.detach() for _, place, tensor in named}
+    digests = dict(zip(distinct, digest(list(distinct.values())), strict=True))
+    return [[name, digests[place]] for name, place, _ in sorted(named, key=lambda item: item[0])]
 
 
 def digest_tensor(tensor: Tensor) -> str:
@@ -49,12 +68,30 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest_tensor(tensor: Tensor) -> bytes:
-    tensor = tensor.detach()
-    hasher = blake3(frame(["kvgraft.tensor.v1", str(tensor.dtype), list(tensor.shape)]), max_threads=blake3.AUTO)
+    hasher = blake3(_head(tensor), max_threads=blake3.AUTO)
     if tensor.numel():
-        flat = tensor.contiguous().reshape(-1)
+        flat = tensor.detach().contiguous().reshape(-1)
         # Other devices' tensors come to the host piece by piece.
         step = flat.numel() if flat.device.type == "cpu" else _HOST_ELEMENTS
         for start in range(0, flat.numel(), step):
             hasher.update(host_bytes(flat[start : start + step]))
     return hasher.digest()
+
+
+def _checksum_tensors(tensors: Sequence[Tensor]) -> list[bytes]:
+    def checksum(piece: tuple[Tensor, int]) -> bytes:
+        data, start = piece
+        return xxh3_128_digest(host_bytes(data[start : start + _PIECE_BYTES]))
+
+    flat = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    pieces = [(data, start) for data in flat for start in range(0, data.numel(), _PIECE_BYTES)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        sums = iter(list(pool.map(checksum, pieces)))
+    return [
+        _head(tensor) + b"".join(next(sums) for _ in range(0, data.numel(), _PIECE_BYTES))
+        for tensor, data in zip(tensors, flat, strict=True)
+    ]
+
+
+def _head(tensor: Tensor) -> bytes:
+    return frame(["kvgraft.tensor.v1", str(tensor.dtype), list(tensor.shape)])

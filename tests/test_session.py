@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from engine_adapter import GraftSession, open_repository
+from engine_adapter.canary import GROUPED_ATTENTION
 from engine_adapter.run import logits_sha256
 from repo_service.domain.errors import (
     ChunkCorrupt,
@@ -226,3 +227,29 @@ def test_a_thread_count_changed_under_a_session_is_measured_again(session: Graft
             session.graft(info.id)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_grouped_attention_is_shared_where_bits_are_equal(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.delenv(GROUPED_ATTENTION, raising=False)
+    model = families.build("llama", dtype, "sdpa", 0)
+    with GraftSession(model, None, repository, block_tokens=SIZE) as plain:
+        info = plain.deposit(TOKENS)
+        fresh = plain.prefill([*TOKENS, 5, 6], graft=False)
+        monkeypatch.setenv(GROUPED_ATTENTION, "1")
+        with GraftSession(model, None, repository, block_tokens=SIZE) as grouped:
+            assert grouped.fingerprint.id == plain.fingerprint.id
+            run = grouped.prefill([*TOKENS, 5, 6])
+            assert run.artifact_id == info.id
+            assert torch.equal(run.logits, fresh.logits)
+        assert plain.graft(info.id).grafted_tokens == len(TOKENS), "measured again, and found equal"
+
+
+def test_ids_beyond_the_vocabulary_are_refused_when_a_run_goes_on(session: GraftSession) -> None:
+    run = session.prefill(TOKENS)
+    for ids in ([session.vocabulary], [-1]):
+        with pytest.raises(InvalidTokens, match="not a token id of this model"):
+            session.extend(run, ids)
+    assert len(run.tokens) == len(TOKENS)

@@ -17,6 +17,8 @@ _TYPE_RULE = "a canonical value is null, a boolean, an integer of 64 bits, a str
 MAX_INTEGER = 2**63 - 1
 MAX_DEPTH = 64
 
+_INTEGER_DIGITS = 20
+
 
 def canonical_json(value: Any) -> bytes:
     """Encode as UTF-8 JSON with sorted keys and no white space.
@@ -27,7 +29,7 @@ def canonical_json(value: Any) -> bytes:
         As `check_canonical`.
     """
     check_canonical(value)
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def parse_json(data: bytes, *, limit: int, what: str) -> Any:
@@ -40,7 +42,10 @@ def parse_json(data: bytes, *, limit: int, what: str) -> Any:
     if len(data) > limit:
         raise TooLarge(f"the {what} has {len(data)} bytes; the limit is {limit}", size=len(data), limit=limit)
     value = _decode(data, what)
-    if canonical_json(value) != data:
+    # Without these no value that was decoded is too deep, and no text holds a lone surrogate.
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH or b"\\u" in data:
+        check_canonical(value)
+    if _ENCODER.encode(value).encode() != data:
         raise MalformedDocument(
             f"the {what} is not canonical JSON: keys sorted, no white space, UTF-8 without escapes for printable characters"
         )
@@ -59,20 +64,44 @@ def parse_loose_json(data: bytes, *, what: str) -> Any:
     return value
 
 
+class _RefusedError(ValueError):
+    """What is wrong with a document, and the details."""
+
+
+def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(items)
+    if len(result) != len(items):
+        duplicate = next(name for name, n in Counter(name for name, _ in items).items() if n > 1)
+        shown = ascii(duplicate[:100])
+        raise _RefusedError(f"has the key {shown} twice", {"key": shown})
+    return result
+
+
+def _integer(text: str) -> int:
+    if len(text) > _INTEGER_DIGITS:
+        raise _RefusedError(f"holds an integer of {len(text)} characters, which is beyond 64 bits", {})
+    value = int(text)
+    if abs(value) > MAX_INTEGER:
+        raise _RefusedError(f"holds the integer {text}, which is beyond 64 bits", {})
+    return value
+
+
+def _no_float(text: str) -> Any:
+    raise _RefusedError(f"holds the number {text[:40]}; only integers are canonical", {})
+
+
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_pairs, parse_int=_integer, parse_float=_no_float, parse_constant=_no_float
+)
+
+
 def _decode(data: bytes, what: str) -> Any:
-    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(items)
-        if len(result) != len(items):
-            duplicate = next(name for name, n in Counter(name for name, _ in items).items() if n > 1)
-            shown = ascii(duplicate[:100])
-            raise MalformedDocument(f"the {what} has the key {shown} twice", key=shown)
-        return result
-
-    def no_float(text: str) -> Any:
-        raise MalformedDocument(f"the {what} holds the number {text[:40]}; only integers are canonical")
-
     try:
-        return json.loads(data.decode(), object_pairs_hook=pairs, parse_float=no_float, parse_constant=no_float)
+        return _DECODER.decode(data.decode())
+    except _RefusedError as error:
+        message, details = error.args
+        raise MalformedDocument(f"the {what} {message}", **details) from None
     except UnicodeDecodeError as error:
         raise MalformedDocument(f"the {what} is not UTF-8: {error}") from None
     except RecursionError:

@@ -24,14 +24,19 @@ def encode_tokens(tokens: Iterable[int]) -> bytes:
         If an id is not an integer from 0 to 2**31 - 1.
     """
     values = list(tokens)
-    for value in values:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKEN_ID:
-            large = isinstance(value, int) and value.bit_length() > 64
-            shown = f"an integer of {value.bit_length()} bits" if large else str(value)[:40]
-            raise InvalidTokens(f"{shown} is not a token id: an integer from 0 to {MAX_TOKEN_ID}")
+    if values and not (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_TOKEN_ID):
+        for value in values:
+            _check_token(value)
     encoded = array("I", values)
     _little_endian(encoded)
     return encoded.tobytes()
+
+
+def _check_token(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_TOKEN_ID:
+        large = isinstance(value, int) and value.bit_length() > 64
+        shown = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and large else str(value)[:40]
+        raise InvalidTokens(f"{shown} is not a token id: an integer from 0 to {MAX_TOKEN_ID}")
 
 
 def decode_tokens(data: bytes) -> list[int]:

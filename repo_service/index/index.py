@@ -242,6 +242,16 @@ class Index:
         with self._database.read() as connection:
             return lookup.artifact(connection, namespace, ref)
 
+    def artifact_id(self, namespace: str, ref: str) -> str:
+        """The whole id of the artifact with an id, a shortened id, or a tag.
+
+        Raises
+        ------
+        ArtifactNotFound, TagNotFound, Ambiguous, MalformedName
+        """
+        with self._database.read() as connection:
+            return lookup.artifact_id(connection, namespace, ref)
+
     def published_record(self, namespace: str, key: str) -> str | None:
         """Digest of the record that a block key is published with, if any."""
         with self._database.read() as connection:

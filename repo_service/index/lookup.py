@@ -51,6 +51,15 @@ _AMBIGUOUS_SHOWN = 10
 
 def artifact(connection: Connection, namespace: str, ref: str) -> ArtifactInfo:
     """The artifact with an id, a shortened id, or a tag."""
+    return infos(connection, [_find(connection, namespace, ref)])[0]
+
+
+def artifact_id(connection: Connection, namespace: str, ref: str) -> str:
+    """The whole id of the artifact with an id, a shortened id, or a tag."""
+    return format_digest(SHA256, _find(connection, namespace, ref).digest)
+
+
+def _find(connection: Connection, namespace: str, ref: str) -> Row[*tuple[Any, ...]]:
     rows = connection.execute(_by_reference(namespace, ref).limit(_AMBIGUOUS_SHOWN)).all()
     if not rows and not is_artifact_reference(ref):
         raise tag_not_found(namespace, ref)
@@ -65,7 +74,7 @@ def artifact(connection: Connection, namespace: str, ref: str) -> ArtifactInfo:
         raise Ambiguous(
             f"several artifacts have ids that begin with {ref}: {', '.join(ids)}; give more digits", ids=ids
         )
-    return infos(connection, rows)[0]
+    return rows[0]
 
 
 def infos(connection: Connection, rows: Sequence[Row[*tuple[Any, ...]]]) -> list[ArtifactInfo]:

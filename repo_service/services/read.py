@@ -136,6 +136,10 @@ class Holdings:
         with self._lock:
             self._kept.pop((namespace, artifact_id), None)
 
+    def keep(self, namespace: str, manifest: Manifest, records: Iterable[BlockRecord]) -> None:
+        """Remember what was just read of an artifact that was just looked up."""
+        self._keep((namespace, manifest.id), _Holding(held_chunks(manifest, records), time.monotonic()))
+
     def _holding(self, namespace: str, artifact_id: str) -> _Holding:
         name = (namespace, artifact_id)
         with self._lock:
@@ -144,7 +148,7 @@ class Holdings:
                 self._kept.move_to_end(name)
                 return holding
         try:
-            self._index.artifact(namespace, artifact_id)
+            self._index.artifact_id(namespace, artifact_id)
         except BaseException:
             self.forget(namespace, artifact_id)
             raise
@@ -152,11 +156,15 @@ class Holdings:
             manifest = read_manifest(self._store, artifact_id)
             holding = _Holding(held_chunks(manifest, read_records(self._store, manifest, namespace)), 0.0)
         holding.checked_at = time.monotonic()
+        self._keep(name, holding)
+        return holding
+
+    def _keep(self, name: tuple[str, str], holding: _Holding) -> None:
         with self._lock:
             self._kept[name] = holding
+            self._kept.move_to_end(name)
             while len(self._kept) > _HOLDINGS_KEPT:
                 self._kept.popitem(last=False)
-        return holding
 
 
 def check_artifact(store: Store, artifact_id: str, namespace: str, workers: int) -> StorageReport:

@@ -112,12 +112,17 @@ class LocalRepository(Repository):
     def artifact(self, ref: str, namespace: str) -> ArtifactInfo:
         return self._index.artifact(check_namespace(namespace), ref)
 
+    def _require(self, ref: str, namespace: str) -> str:
+        return self._index.artifact_id(check_namespace(namespace), ref)
+
     def manifest(self, ref: str, namespace: str) -> Manifest:
-        return read_manifest(self._store, self.artifact(ref, namespace).id)
+        return read_manifest(self._store, self._require(ref, namespace))
 
     def records(self, manifest: Manifest, namespace: str) -> list[BlockRecord]:
-        self.artifact(manifest.id, namespace)
-        return read_records(self._store, manifest, namespace)
+        self._require(manifest.id, namespace)
+        records = read_records(self._store, manifest, namespace)
+        self._holdings.keep(namespace, manifest, records)
+        return records
 
     def record_page(self, manifest: Manifest, namespace: str, start: int, count: int) -> list[BlockRecord]:
         """Some of an artifact's block records, each verified against the manifest.
@@ -126,7 +131,7 @@ class LocalRepository(Repository):
         ------
         ArtifactNotFound, DocumentCorrupt
         """
-        self.artifact(manifest.id, namespace)
+        self._require(manifest.id, namespace)
         return [read_record(self._store, namespace, *block) for block in manifest.blocks[start : start + count]]
 
     def probe(self) -> None:
@@ -203,7 +208,7 @@ class LocalRepository(Repository):
             self._store.delete(chunk_key(digest))
 
     def check(self, ref: str, namespace: str) -> StorageReport:
-        return check_artifact(self._store, self.artifact(ref, namespace).id, namespace, _CHECK_WORKERS)
+        return check_artifact(self._store, self._require(ref, namespace), namespace, _CHECK_WORKERS)
 
     def stats(self, namespace: str) -> Stats:
         return self._index.stats(check_namespace(namespace))
