@@ -230,6 +230,7 @@ def test_every_error_of_the_library_has_an_exit_code_of_its_own_kind(capsys: pyt
         (["query", "--annotation", "source"], errors.USAGE, "invalid_input"),
         (["query", "--fingerprint", "sha256:12"], errors.USAGE, "malformed_digest"),
         (["query", "--cursor", "nonsense"], errors.USAGE, "malformed_request"),
+        (["query", "--text", "word " * 65], errors.USAGE, "malformed_request"),
         (["ls", "--repo", "ftp://somewhere"], errors.USAGE, "malformed_url"),
         (["ls", "--namespace", "Not A Name"], errors.USAGE, "malformed_name"),
         (["show", "sha256:12"], errors.USAGE, "malformed_name"),

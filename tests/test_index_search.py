@@ -15,7 +15,7 @@ from synthetic import fingerprint
 
 from repo_service.domain.errors import InvalidTokens, MalformedDigest, MalformedRequest
 from repo_service.domain.manifest import Exactness
-from repo_service.domain.views import ArtifactPage, ArtifactQuery
+from repo_service.domain.views import MAX_QUERY_CHARACTERS, MAX_QUERY_WORDS, ArtifactPage, ArtifactQuery
 from repo_service.index import Entry, Index
 
 OTHER_MODEL = fingerprint(model={"weights": "sha256:" + "ab" * 32})
@@ -128,9 +128,11 @@ def test_any_text_is_a_query(filled: Index, text: str) -> None:
     filled.query(ArtifactQuery(text=text))
 
 
-def test_thousands_of_words_are_a_query(filled: Index) -> None:
-    assert filled.query(ArtifactQuery(text="quick " * 5000)).count == 1
-    assert filled.query(ArtifactQuery(text=" ".join(f"word{i}" for i in range(5000)))).count == 0
+def test_as_many_words_as_a_query_may_have_are_one(filled: Index) -> None:
+    assert filled.query(ArtifactQuery(text="quick " * MAX_QUERY_WORDS)).count == 1
+    assert filled.query(ArtifactQuery(text=" ".join(f"word{i}" for i in range(MAX_QUERY_WORDS)))).count == 0
+    assert filled.query(ArtifactQuery(text="quick".ljust(MAX_QUERY_CHARACTERS))).count == 1
+    assert filled.query(ArtifactQuery(text="a." * (MAX_QUERY_CHARACTERS // 2))).count == 0
 
 
 def test_a_token_prefix_of_any_length_is_compared_exactly(index: Index) -> None:

@@ -27,6 +27,7 @@ from repo_service.domain.errors import (
     MalformedDigest,
     MalformedDocument,
     MalformedName,
+    MalformedRequest,
     NotFound,
     PushNotFound,
     SizeMismatch,
@@ -36,7 +37,7 @@ from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.repository import Repository
 from repo_service.domain.schedule import canonical_steps
-from repo_service.domain.views import ArtifactQuery
+from repo_service.domain.views import MAX_QUERY_CHARACTERS, MAX_QUERY_WORDS, ArtifactQuery
 from repo_service.services.read import held_chunks
 
 MADE_WITH = fingerprint()
@@ -144,6 +145,8 @@ def test_i2_two_pushes_at_once_of_other_bytes_publish_one(repository: Repository
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(attempt, made)) == 1
     assert repository.stats(namespace).artifacts == 1
+    refused = {divergence.offered_record for divergence in repository.divergences(namespace)}
+    assert len(refused) == 3, "each of the others is on record"
 
 
 def test_zarr_python_3682_parallel_pushes_lose_nothing(repository: Repository, namespace: str) -> None:
@@ -288,6 +291,27 @@ def test_queries_go_through(repository: Repository, namespace: str) -> None:
             break
     assert pages == [one[0].id for one in reversed(made)]
     assert page.unique_bytes <= page.total_bytes == sum(repository.artifact(i, namespace).total_bytes for i in pages)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("word " * (MAX_QUERY_WORDS + 1), MAX_QUERY_WORDS),
+        ("a\0" * (MAX_QUERY_WORDS + 1), MAX_QUERY_WORDS),
+        ("x" * (MAX_QUERY_CHARACTERS + 1), MAX_QUERY_CHARACTERS),
+        (" " * (MAX_QUERY_CHARACTERS + 1), MAX_QUERY_CHARACTERS),
+    ],
+    ids=["words", "words apart by NUL", "characters", "spaces"],
+)
+def test_i8_a_query_of_too_much_text_is_refused_by_its_limit(
+    repository: Repository, namespace: str, text: str, limit: int
+) -> None:
+    with pytest.raises(MalformedRequest, match=f"the limit is {limit}") as early:
+        ArtifactQuery(namespace=namespace, text=text)
+    unchecked = ArtifactQuery(namespace=namespace).model_copy(update={"text": text})
+    with pytest.raises(MalformedRequest) as late:
+        repository.query(unchecked)
+    assert late.value.to_json() == early.value.to_json()
 
 
 def test_deleting_frees_what_nothing_else_needs_and_only_that(repository: Repository, namespace: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from repo_service.cli import output
-from repo_service.cli.options import DEFAULT_REPO, Annotations, Json, Namespace, Ref, Repo, Token, open_named, pairs
+from repo_service.cli.options import (
+    DEFAULT_REPO,
+    Annotations,
+    Json,
+    Namespace,
+    Ref,
+    Repo,
+    Token,
+    open_named,
+    pairs,
+    spread,
+)
 from repo_service.domain.errors import InvalidInput
 from repo_service.domain.names import DEFAULT_NAMESPACE
 
@@ -32,29 +44,30 @@ class Sort(StrEnum):
     TOTAL_BYTES = "total_bytes"
 
 
-Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Artifacts on a page.")]
-Cursor = Annotated[str | None, typer.Option("--cursor", help="Where the page before ended.")]
+@dataclass(frozen=True)
+class Listing:
+    """Options of ``ls`` and ``query``: a page of which repository's artifacts, and how it is written."""
+
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="Artifacts on a page.")] = 50
+    cursor: Annotated[str | None, typer.Option("--cursor", help="Where the page before ended.")] = None
+    repo: Repo = DEFAULT_REPO
+    namespace: Namespace = DEFAULT_NAMESPACE
+    token: Token = None
+    as_json: Json = False
 
 
 def register(app: typer.Typer) -> None:
-    app.command("ls", epilog="\b\nExample: kvgraft ls --limit 20")(ls)
+    app.command("ls", epilog="\b\nExample: kvgraft ls --limit 20")(spread(ls))
     app.command("query", epilog="\b\nExample: kvgraft query --text 'tide mill' --min-tokens 4096 --sort token_count")(
-        query
+        spread(query)
     )
     app.command("show", epilog="\b\nExample: kvgraft show handbook --fingerprint")(show)
     app.command("stats", epilog="\b\nExample: kvgraft stats --divergences --json")(stats)
 
 
-def ls(
-    limit: Limit = 50,
-    cursor: Cursor = None,
-    repo: Repo = DEFAULT_REPO,
-    namespace: Namespace = DEFAULT_NAMESPACE,
-    token: Token = None,
-    as_json: Json = False,
-) -> None:
+def ls(listing: Listing) -> None:
     """List artifacts, the newest first."""
-    _print_page(repo, token, {"namespace": namespace, "limit": limit, "cursor": cursor}, as_json)
+    _print_page(listing, {})
 
 
 def query(
@@ -86,19 +99,16 @@ def query(
     created_before: Annotated[
         str | None, typer.Option("--created-before", metavar="TIME", help="Older than this.")
     ] = None,
-    text: Annotated[str | None, typer.Option("--text", help="Words that the artifact's text holds.")] = None,
+    text: Annotated[
+        str | None, typer.Option("--text", help="Words that the artifact's text holds, at most 64.")
+    ] = None,
     sort: Annotated[Sort, typer.Option("--sort", help="created_at, token_count or total_bytes.")] = Sort.CREATED_AT,
     ascending: Annotated[bool, typer.Option("--ascending", help="The smallest or oldest first.")] = False,
-    limit: Limit = 50,
-    cursor: Cursor = None,
-    repo: Repo = DEFAULT_REPO,
-    namespace: Namespace = DEFAULT_NAMESPACE,
-    token: Token = None,
-    as_json: Json = False,
+    *,
+    listing: Listing,
 ) -> None:
     """List the artifacts that meet all conditions."""
     conditions = {
-        "namespace": namespace,
         "fingerprint_id": fingerprint,
         "model_id": model_id,
         "min_tokens": min_tokens,
@@ -115,10 +125,8 @@ def query(
         "text": text,
         "sort": sort,
         "descending": not ascending,
-        "limit": limit,
-        "cursor": cursor,
     }
-    _print_page(repo, token, conditions, as_json)
+    _print_page(listing, conditions)
 
 
 def show(
@@ -201,20 +209,21 @@ def stats(
         )
 
 
-def _print_page(repo: str, token: str | None, conditions: dict[str, Any], as_json: bool) -> None:
+def _print_page(listing: Listing, conditions: dict[str, Any]) -> None:
     from pydantic import ValidationError
 
     from repo_service.domain.views import ArtifactQuery
 
+    page_of = {"namespace": listing.namespace, "limit": listing.limit, "cursor": listing.cursor}
     try:
-        asked = ArtifactQuery.model_validate(conditions)
+        asked = ArtifactQuery.model_validate(conditions | page_of)
     except ValidationError as error:
         problems = {".".join(map(str, e["loc"])): e["msg"] for e in error.errors()}
         listed = "; ".join(f"{name}: {message}" for name, message in problems.items())
         raise InvalidInput(f"the query is not valid: {listed}", problems=problems) from None
-    with open_named(repo, token) as repository:
+    with open_named(listing.repo, listing.token) as repository:
         page = repository.query(asked)
-    if as_json:
+    if listing.as_json:
         output.print_json(page.model_dump(mode="json"))
         return
     output.print_table(("artifact", "tokens", "size", "created", "tags"), [_row(info) for info in page.items])

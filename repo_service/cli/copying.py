@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from repo_service.cli.options import (
     Repo,
     Token,
     open_named,
+    spread,
 )
 from repo_service.domain.errors import InvalidInput
 from repo_service.domain.names import DEFAULT_NAMESPACE
@@ -26,18 +28,25 @@ from repo_service.domain.names import DEFAULT_NAMESPACE
 TO_TOKEN_VARIABLE = "KVGRAFT_TO_TOKEN"
 FROM_TOKEN_VARIABLE = "KVGRAFT_FROM_TOKEN"
 
-NewTag = Annotated[
-    str | None, typer.Option("--tag", metavar="NAME", help="Tag to set; by default REF, if that is one.")
-]
-NoTag = Annotated[bool, typer.Option("--no-tag", help="Set no tag.")]
-Workers = Annotated[int, typer.Option("--workers", min=1, max=64, help="Chunks in transfer at once.")]
+
+@dataclass(frozen=True)
+class Copying:
+    """Options of ``push`` and ``pull``: how an artifact is copied, whichever way."""
+
+    tag: Annotated[
+        str | None, typer.Option("--tag", metavar="NAME", help="Tag to set; by default REF, if that is one.")
+    ] = None
+    no_tag: Annotated[bool, typer.Option("--no-tag", help="Set no tag.")] = False
+    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Chunks in transfer at once.")] = 4
+    namespace: Namespace = DEFAULT_NAMESPACE
+    as_json: Json = False
 
 
 def register(app: typer.Typer) -> None:
-    app.command("push", epilog="\b\nExample: kvgraft push handbook --to http://127.0.0.1:8750")(push)
+    app.command("push", epilog="\b\nExample: kvgraft push handbook --to http://127.0.0.1:8750")(spread(push))
     app.command(
         "pull", epilog="\b\nExample: kvgraft pull handbook --from http://127.0.0.1:8750 --to file:///srv/kvgraft"
-    )(pull)
+    )(spread(pull))
     app.command("export", epilog="\b\nExample: kvgraft export handbook ./handbook.zarr")(export)
     app.command("import", epilog="\b\nExample: kvgraft import ./handbook.zarr --tag handbook")(import_)
 
@@ -48,12 +57,9 @@ def push(
     source: Annotated[
         str, typer.Option("--from", "--repo", envvar=REPO_VARIABLE, metavar="URL", help="Repository to copy from.")
     ] = DEFAULT_REPO,
-    tag: NewTag = None,
-    no_tag: NoTag = False,
-    workers: Workers = 4,
-    namespace: Namespace = DEFAULT_NAMESPACE,
     to_namespace: Annotated[
-        str | None, typer.Option("--to-namespace", metavar="NAME", help="Namespace to copy into; by default the same.")
+        str | None,
+        typer.Option("--to-namespace", metavar="NAME", help="Namespace to copy into; by default that of --namespace."),
     ] = None,
     from_token: Annotated[
         str | None,
@@ -63,15 +69,14 @@ def push(
         str | None,
         typer.Option("--to-token", envvar=TO_TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for --to."),
     ] = None,
-    as_json: Json = False,
+    *,
+    how: Copying,
 ) -> None:
     """Copy an artifact to another repository.
 
     Only what that one lacks is sent, so an interrupted copy goes on where it stopped.
     """
-    _copy(
-        ref, (source, from_token, namespace), (to, to_token, to_namespace or namespace), tag, no_tag, workers, as_json
-    )
+    _copy(ref, (source, from_token, how.namespace), (to, to_token, to_namespace or how.namespace), how)
 
 
 def pull(
@@ -80,13 +85,11 @@ def pull(
     to: Annotated[
         str, typer.Option("--to", "--repo", envvar=REPO_VARIABLE, metavar="URL", help="Repository to copy to.")
     ] = DEFAULT_REPO,
-    tag: NewTag = None,
-    no_tag: NoTag = False,
-    workers: Workers = 4,
-    namespace: Namespace = DEFAULT_NAMESPACE,
     from_namespace: Annotated[
         str | None,
-        typer.Option("--from-namespace", metavar="NAME", help="Namespace to copy out of; by default the same."),
+        typer.Option(
+            "--from-namespace", metavar="NAME", help="Namespace to copy out of; by default that of --namespace."
+        ),
     ] = None,
     from_token: Annotated[
         str | None,
@@ -96,15 +99,14 @@ def pull(
         str | None,
         typer.Option("--to-token", "--token", envvar=TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for --to."),
     ] = None,
-    as_json: Json = False,
+    *,
+    how: Copying,
 ) -> None:
     """Copy an artifact from another repository.
 
     Only what is missing here is fetched, so an interrupted copy goes on where it stopped.
     """
-    _copy(
-        ref, (source, from_token, from_namespace or namespace), (to, to_token, namespace), tag, no_tag, workers, as_json
-    )
+    _copy(ref, (source, from_token, from_namespace or how.namespace), (to, to_token, how.namespace), how)
 
 
 def export(
@@ -161,18 +163,12 @@ def import_(
 
 
 def _copy(
-    ref: str,
-    source: tuple[str, str | None, str],
-    destination: tuple[str, str | None, str],
-    tag: str | None,
-    no_tag: bool,
-    workers: int,
-    as_json: bool,
+    ref: str, source: tuple[str, str | None, str], destination: tuple[str, str | None, str], how: Copying
 ) -> None:
     """Copy between two repositories, each given as URL, token and namespace."""
     from repo_service.client.transfer import copy_artifact
 
-    if tag is not None and no_tag:
+    if how.tag is not None and how.no_tag:
         raise InvalidInput("give --tag or --no-tag, not both")
     began = time.perf_counter()
     with (
@@ -180,8 +176,10 @@ def _copy(
         open_named(destination[0], destination[1], create=True) as here,
         progress.shown(f"copying {ref}") as report,
     ):
-        done = copy_artifact(there, here, ref, source[2], destination[2], tag, workers, report, carry_tag=not no_tag)
-    if as_json:
+        done = copy_artifact(
+            there, here, ref, source[2], destination[2], how.tag, how.workers, report, carry_tag=not how.no_tag
+        )
+    if how.as_json:
         output.print_json(done.model_dump(mode="json"))
     else:
         sent = f"{output.size(done.bytes_sent)} of {output.size(done.bytes_total)} sent"

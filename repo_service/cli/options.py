@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,6 +44,28 @@ Ref = Annotated[
 Annotations = Annotated[
     list[str] | None, typer.Option("--annotation", metavar="NAME=VALUE", help="An annotation; may be repeated.")
 ]
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with an option for each field of those of its parameters that are dataclasses."""
+    sets: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if is_dataclass(parameter.annotation):
+            sets[parameter.name] = parameter.annotation
+            parameters += inspect.signature(sets[parameter.name], eval_str=True).parameters.values()
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, kind in sets.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        command(**given)
+
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    return run
 
 
 def open_named(url: str, token: str | None = None, *, create: bool = False) -> Repository:

@@ -1,16 +1,19 @@
-"""HTTP requests to a kvgraft service: pooled connections, retries, bounded answers, errors by code."""
+"""HTTP requests to a kvgraft service: pooled connections, retries, bounded answers and times, errors by code."""
 
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import random
+import socket
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import SplitResult
 
 import urllib3
+import urllib3.connection
 from typing_extensions import Buffer
 
 from repo_service.domain.digest import ChunkHasher
@@ -21,6 +24,9 @@ from repo_service.version import __version__
 CONNECT_S = 5.0
 READ_S = 60.0
 RETRY_S = 30.0
+
+# Bytes a second. A chunk of 8 MiB then has about the 10 minutes that a service gives to it.
+_SLOWEST = 16 * 1024
 
 _ATTEMPTS = 4
 _FIRST_DELAY_S = 0.1
@@ -33,8 +39,13 @@ _MAX_ERROR_BYTES = 2**20
 # A piece is hashed while it still lies in the core's cache.
 _PIECE = 512 * 1024
 
+
+class _TooSlow(Exception):
+    """A transfer below the slowest pace; urllib3 lets it through and drops the connection."""
+
+
 _UNSENT = (urllib3.exceptions.ConnectTimeoutError, urllib3.exceptions.NewConnectionError)
-_LOST = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
+_LOST = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, _TooSlow)
 
 T = TypeVar("T")
 
@@ -46,6 +57,98 @@ class _Busy(Exception):
         super().__init__(error.message)
         self.error = error
         self.delay_s = delay_s
+
+
+class _Pace:
+    """How long a transfer may go on: ``READ_S``, and a second for each ``_SLOWEST`` bytes that moved."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.moved = 0
+
+    def wait_s(self) -> float:
+        """Longest wait for the next byte.
+
+        Raises
+        ------
+        _TooSlow
+        """
+        rest = self._began + READ_S + self.moved / _SLOWEST - time.monotonic()
+        if rest <= 0:
+            raise self.too_slow()
+        return min(READ_S, rest)
+
+    def too_slow(self) -> _TooSlow:
+        took = time.monotonic() - self._began
+        return _TooSlow(
+            f"{self.moved} bytes moved in {took:.0f} s; {READ_S:.0f} s are given, and 1 s more for each {_SLOWEST} bytes"
+        )
+
+
+class _PacedSource(io.RawIOBase):
+    """What a socket receives, at no less than the slowest pace once the first byte is there."""
+
+    def __init__(self, source: io.BufferedReader, sock: socket.socket) -> None:
+        self._source = source.detach()
+        self._socket = sock
+        self._wait_s = sock.gettimeout()
+        self._pace: _Pace | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, out: Any) -> int:
+        if self._pace is not None and (wait_s := self._pace.wait_s()) != self._wait_s:
+            self._socket.settimeout(wait_s)
+            self._wait_s = wait_s
+        try:
+            count = self._socket.recv_into(out)
+        except TimeoutError:
+            if self._pace is None:
+                raise
+            raise self._pace.too_slow() from None
+        if self._pace is None:
+            self._pace = _Pace()
+        self._pace.moved += count
+        return count
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
+
+
+class _PacedResponse(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp = io.BufferedReader(_PacedSource(self.fp, sock))
+
+
+class _PacedConnection(http.client.HTTPConnection):
+    """Sends no slower than the pace; left to urllib3, a whole body would have the time for connecting."""
+
+    response_class = _PacedResponse
+
+    def send(self, data: Any) -> None:
+        if self.sock is None:
+            self.connect()
+        octets = memoryview(data).cast("B")
+        pace = _Pace()
+        while pace.moved < len(octets):
+            self.sock.settimeout(pace.wait_s())
+            piece = octets[pace.moved : pace.moved + _PIECE]
+            try:
+                self.sock.sendall(piece)
+            except TimeoutError:
+                raise pace.too_slow() from None
+            pace.moved += len(piece)
+
+
+class _Connection(_PacedConnection, urllib3.connection.HTTPConnection):
+    pass
+
+
+class _SecureConnection(_PacedConnection, urllib3.connection.HTTPSConnection):
+    pass
 
 
 class Transport:
@@ -73,8 +176,10 @@ class Transport:
             if not token or not token.isascii() or not token.isprintable() or " " in token:
                 raise InvalidInput("the token must be printable ASCII without spaces")
             self._headers["Authorization"] = f"Bearer {token}"
-        kind = urllib3.HTTPSConnectionPool if parts.scheme == "https" else urllib3.HTTPConnectionPool
+        secure = parts.scheme == "https"
+        kind = urllib3.HTTPSConnectionPool if secure else urllib3.HTTPConnectionPool
         self._pool = kind(parts.hostname or "", parts.port, maxsize=connections)
+        self._pool.ConnectionCls = _SecureConnection if secure else _Connection
 
     def call(
         self,
@@ -96,7 +201,7 @@ class Transport:
         again
             Whether the request may be sent again when its answer was lost.
         read_s
-            Longest silence of the service.
+            Longest silence of the service before it answers.
 
         Raises
         ------
@@ -179,8 +284,9 @@ class Transport:
 
     def _unanswered(self, method: str, error: Exception, unsent: bool) -> Unavailable:
         text = str(error).rpartition(": ")[2] or type(error).__name__
+        what = "is too slow" if isinstance(error, _TooSlow) else "does not answer"
         doubt = "" if unsent or method == "GET" else f"; whether the {method} was carried out is unknown"
-        return Unavailable(f"{self.url} does not answer ({text[:200]}){doubt}", url=self.url)
+        return Unavailable(f"{self.url} {what} ({text[:200]}){doubt}", url=self.url)
 
 
 def _read(answer: urllib3.HTTPResponse, limit: int) -> bytes:

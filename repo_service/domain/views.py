@@ -5,9 +5,14 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from repo_service.domain.errors import MalformedRequest
 from repo_service.domain.names import DEFAULT_NAMESPACE
+
+# A full-text query takes time for each word, and for each part of a word that has signs in it.
+MAX_QUERY_WORDS = 64
+MAX_QUERY_CHARACTERS = 1024
 
 SortField = Literal["created_at", "token_count", "total_bytes"]
 
@@ -96,12 +101,41 @@ class ArtifactQuery(View):
     created_after: datetime | None = None
     created_before: datetime | None = None
     text: str | None = Field(
-        default=None, description="Words that the artifact's text must hold, in the full-text index."
+        default=None,
+        description="Words that the artifact's text must hold, in the full-text index: "
+        f"at most {MAX_QUERY_WORDS}, in {MAX_QUERY_CHARACTERS} characters.",
     )
     sort: SortField = "created_at"
     descending: bool = True
     limit: int = Field(default=50, ge=1, le=1000)
     cursor: str | None = None
+
+    @field_validator("text")
+    @classmethod
+    def _bounded(cls, text: str | None) -> str | None:
+        query_words(text or "")
+        return text
+
+
+def query_words(text: str) -> list[str]:
+    """The words that a query's ``text`` asks for; a NUL parts words too.
+
+    Raises
+    ------
+    MalformedRequest
+        If there is more than a query may have.
+    """
+    if len(text) > MAX_QUERY_CHARACTERS:
+        raise MalformedRequest(
+            f"the query's text has {len(text)} characters; the limit is {MAX_QUERY_CHARACTERS}",
+            limit=MAX_QUERY_CHARACTERS,
+        )
+    words = text.replace("\0", " ").split()
+    if len(words) > MAX_QUERY_WORDS:
+        raise MalformedRequest(
+            f"the query's text has {len(words)} words; the limit is {MAX_QUERY_WORDS}", limit=MAX_QUERY_WORDS
+        )
+    return words
 
 
 class ArtifactPage(View):

@@ -11,7 +11,7 @@ from sqlalchemy.orm import InstrumentedAttribute
 from repo_service.domain.canonical import MAX_INTEGER
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
 from repo_service.domain.errors import MalformedRequest
-from repo_service.domain.views import ArtifactPage, ArtifactQuery
+from repo_service.domain.views import ArtifactPage, ArtifactQuery, query_words
 from repo_service.index import times, tokens
 from repo_service.index.cursor import Cursor, Totals
 from repo_service.index.dialect import text_matches
@@ -112,8 +112,7 @@ def _listings(wanted: ArtifactQuery) -> Iterator[Any]:
         yield select(Tag.artifact_id).where(Tag.namespace == wanted.namespace, Tag.name == wanted.tag)
     for name, value in wanted.annotations.items():
         yield _with_annotation(name, value)
-    # FTS5 reads a query only up to a NUL.
-    if wanted.text is not None and (words := wanted.text.replace("\0", " ").split()):
+    if wanted.text is not None and (words := query_words(wanted.text)):
         yield text_matches(words)
 
 

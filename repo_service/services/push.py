@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from typing import NoReturn
 
 from typing_extensions import Buffer
 
@@ -13,10 +14,8 @@ from repo_service.domain.digest import chunk_digest, sha256_digest
 from repo_service.domain.errors import (
     ChunksMissing,
     DigestMismatch,
-    InvalidInput,
     MalformedDocument,
     SizeMismatch,
-    TooLarge,
 )
 from repo_service.domain.errors import Divergence as DivergenceError
 from repo_service.domain.fingerprint import Fingerprint
@@ -120,40 +119,34 @@ class LocalPush(Push):
         tokens = read_tokens(self._store, manifest)
         if tokens is not None:
             manifest.check_keys(records, tokens)
+        documents = {block_record_key(push.namespace, record.key): record.data for record in records}
         with ThreadPoolExecutor(_RECORD_WRITERS) as pool:
-            list(pool.map(lambda record: self._write_record(push.namespace, record), records))
+            list(pool.map(self._store.put_if_absent, documents, documents.values()))
         self._store.put(manifest_key(manifest.id), manifest.data)
+
+        def write(info: ArtifactInfo) -> None:
+            # No artifact is published with other records. What differs was left by a push that came to
+            # nothing, comes from one that will find this artifact published, or is damaged.
+            for key, data in documents.items():
+                if self._store.get(key) != data:
+                    self._store.put(key, data)
+            document = EntryDocument(namespace=info.namespace, artifact_id=info.id, created_at=info.created_at)
+            self._store.put(document.key, seal(document))
+
         entry = Entry(push.namespace, manifest, records, tokens, datetime.now(UTC))
-        with put_back_on_failure(self._store, [entry_key(push.namespace, manifest.id)]):
-            info = self._index.publish(entry, self._write_entry)
+        try:
+            with put_back_on_failure(self._store, [entry_key(push.namespace, manifest.id)]):
+                info = self._index.publish(entry, write)
+        except DivergenceError as error:
+            refused = next(record for record in records if record.key == error.details["block_key"])
+            self._diverged(push.namespace, refused, error.details["stored_record"])
         self._index.end_push(self.id)
         return info
 
     def abort(self) -> None:
         self._index.end_push(self.id)
 
-    def _write_record(self, namespace: str, record: BlockRecord) -> None:
-        """Write a block record; one that was damaged in the store is healed, another one is a divergence."""
-        key = block_record_key(namespace, record.key)
-        if self._store.put_if_absent(key, record.data):
-            return
-        stored = self._store.get(key)
-        if stored == record.data:
-            return
-        if stored is not None and self._index.published_record(namespace, record.key) != record.digest:
-            try:
-                other = BlockRecord.parse(stored)
-            except (InvalidInput, TooLarge):
-                other = None
-            if other is not None and other.key == record.key:
-                self._diverged(namespace, record, other.digest)
-        self._store.put(key, record.data)
-
-    def _write_entry(self, info: ArtifactInfo) -> None:
-        entry = EntryDocument(namespace=info.namespace, artifact_id=info.id, created_at=info.created_at)
-        self._store.put(entry.key, seal(entry))
-
-    def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> None:
+    def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> NoReturn:
         """Record a divergence and refuse the push."""
         stored = self._store.get(block_record_key(namespace, record.key))
         known = (
