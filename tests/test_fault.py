@@ -9,6 +9,6 @@ import pytest
 from tests.fault.suite import Fault, faults
 
 
-@pytest.mark.parametrize("fault", faults(), ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", list(faults()), ids=lambda fault: fault.name)
 def test_fault(fault: Fault, tmp_path: Path) -> None:
     fault(tmp_path, seed=1, full=False)
