@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from anyio import to_thread
 from fastapi import APIRouter
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from repo_service.api.context import ContextOf
 from repo_service.api.errors import error_answers
 from repo_service.domain.errors import Unavailable
-from repo_service.domain.views import ReindexReport, RepositoryInfo
+from repo_service.domain.views import GarbageReport, ReindexReport, RepositoryInfo
+from repo_service.services.garbage import GRACE_S
 
 router = APIRouter(tags=["service"])
 
@@ -39,6 +41,28 @@ def readyz(context: ContextOf) -> Health:
 def get_info(context: ContextOf) -> RepositoryInfo:
     """What is at this address."""
     return context.repository.info()
+
+
+class Collection(BaseModel):
+    """How to collect garbage."""
+
+    grace_ms: int = Field(
+        int(GRACE_S * 1000), ge=0, le=10**12, description="Objects that the index does not know go when they are older."
+    )
+    dry_run: bool = Field(False, description="Only say what would be done.")
+
+
+@router.post("/v1/gc")
+async def collect_garbage(context: ContextOf, how: Collection) -> GarbageReport:
+    """Remove what no artifact and no push needs; the answer comes when that is done."""
+    collect = partial(context.repository.collect_garbage, grace_s=how.grace_ms / 1000, dry_run=how.dry_run)
+    return await to_thread.run_sync(collect, limiter=context.survey_threads)
+
+
+@router.get("/v1/namespaces")
+def get_namespaces(context: ContextOf) -> list[str]:
+    """The namespaces that hold an artifact, a tag or a divergence, by name."""
+    return context.repository.namespaces()
 
 
 @router.post("/v1/reindex")

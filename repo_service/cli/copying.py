@@ -1,15 +1,15 @@
-"""Commands that move artifacts: ``push``, ``pull``, ``export``, ``import``."""
+"""Commands that move artifacts: ``push``, ``pull``, ``mirror``, ``export``, ``import``."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from repo_service.cli import output, progress
+from repo_service.cli import errors, output, progress
 from repo_service.cli.options import (
     DEFAULT_REPO,
     REPO_VARIABLE,
@@ -24,6 +24,9 @@ from repo_service.cli.options import (
 )
 from repo_service.domain.errors import InvalidInput
 from repo_service.domain.names import DEFAULT_NAMESPACE
+
+if TYPE_CHECKING:
+    from repo_service.client.mirror import MirrorReport
 
 TO_TOKEN_VARIABLE = "KVGRAFT_TO_TOKEN"
 FROM_TOKEN_VARIABLE = "KVGRAFT_FROM_TOKEN"
@@ -47,6 +50,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "pull", epilog="\b\nExample: kvgraft pull handbook --from http://127.0.0.1:8750 --to file:///srv/kvgraft"
     )(spread(pull))
+    app.command("mirror", epilog="\b\nExample: kvgraft mirror file:///srv/kvgraft http://127.0.0.1:8750")(mirror)
     app.command("export", epilog="\b\nExample: kvgraft export handbook ./handbook.zarr")(export)
     app.command("import", epilog="\b\nExample: kvgraft import ./handbook.zarr --tag handbook")(import_)
 
@@ -107,6 +111,76 @@ def pull(
     Only what is missing here is fetched, so an interrupted copy goes on where it stopped.
     """
     _copy(ref, (source, from_token, from_namespace or how.namespace), (to, to_token, how.namespace), how)
+
+
+def mirror(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="URL of the repository to copy from.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="URL of the repository to copy to.")],
+    namespaces: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--namespace", metavar="NAME", help="Namespace to mirror; may be repeated. By default all are mirrored."
+        ),
+    ] = None,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Also delete tags and artifacts at DST that SRC does not have.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Also read and hash what DST has, and send again what is damaged.")
+    ] = False,
+    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Chunks in transfer at once.")] = 4,
+    from_token: Annotated[
+        str | None,
+        typer.Option("--from-token", envvar=FROM_TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for SRC."),
+    ] = None,
+    to_token: Annotated[
+        str | None, typer.Option("--to-token", envvar=TO_TOKEN_VARIABLE, metavar="TEXT", help="Bearer token for DST.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Copy every artifact and tag to another repository.
+
+    Only what that one lacks is sent, so it can be run again at any time, also after an interruption. An artifact that
+    can't be copied is named and the others are copied; the command then exits with 1.
+    """
+    from repo_service.client.mirror import mirror as mirror_repository
+
+    began = time.perf_counter()
+    with (
+        open_named(source, from_token) as there,
+        open_named(destination, to_token, create=True) as here,
+        progress.shown("mirroring") as report,
+    ):
+        done = mirror_repository(
+            there, here, namespaces=namespaces or None, delete=delete, verify=verify, workers=workers, progress=report
+        )
+    if as_json:
+        output.print_json(done.model_dump(mode="json"))
+    else:
+        _print_mirror(done, here.url, output.seconds(time.perf_counter() - began))
+    if done.artifacts_failed:
+        raise typer.Exit(errors.INEXACT)
+
+
+def _print_mirror(done: MirrorReport, url: str, took: str) -> None:
+    counted = [
+        f"{output.count(number, noun)} {what}"
+        for number, noun, what in (
+            (done.artifacts_copied, "artifact", "copied"),
+            (done.artifacts_present, "artifact", "there before"),
+            (done.artifacts_healed, "artifact", "healed"),
+            (done.artifacts_deleted, "artifact", "deleted"),
+            (done.extra_artifacts, "artifact", "there only"),
+            (done.tags_set, "tag", "set"),
+            (done.tags_deleted, "tag", "deleted"),
+        )
+        if number
+    ]
+    sent = f"{output.count(done.chunks_sent, 'chunk')}, {output.size(done.bytes_sent)} sent in {took}"
+    print(f"mirrored {output.count(len(done.namespaces), 'namespace')} to {url}: {', '.join([*counted, sent])}")
+    for failure in done.artifacts_failed:
+        what = f"{failure.namespace} {failure.artifact_id}: {failure.message} [{failure.code}]"
+        print(f"failed: {output.printable(what)}")
 
 
 def export(

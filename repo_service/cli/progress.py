@@ -20,19 +20,22 @@ def say(line: str) -> None:
 
 @contextmanager
 def shown(task: str) -> Iterator[Report]:
-    """Show that ``task`` runs, and how far it is once the report is called."""
+    """Show that ``task`` runs, and how far it is once the report is called: a bar for each thing counted."""
     if not sys.stderr.isatty():
         yield lambda *_: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task(task, total=None, amount="")
+        first = bars.add_task(task, total=None, amount="")
+        rows: dict[str, TaskID] = {}
 
         def report(kind: str, done: int, total: int) -> None:
+            if kind not in rows:
+                rows[kind] = bars.add_task("", total=None, amount="") if rows else first
             amounts = [output.size(n) if kind == "bytes" else f"{n:,} {kind}" for n in (done, total)]
-            bars.update(bar, completed=done, total=total, amount=" of ".join(amounts))
+            bars.update(rows[kind], completed=done, total=total, amount=" of ".join(amounts))
 
         yield report

@@ -34,6 +34,7 @@ from repo_service.domain.views import (
     ArtifactQuery,
     DeleteReport,
     Divergence,
+    GarbageReport,
     Match,
     PushOffer,
     ReindexReport,
@@ -132,6 +133,9 @@ class HttpRepository(Repository):
         conditions = query.model_dump(mode="json", exclude={"namespace"})
         return self._ask(ArtifactPage, "POST", f"{_place(query.namespace)}/artifacts/query", conditions)
 
+    def namespaces(self) -> list[str]:
+        return self._ask(list[str], "GET", "/v1/namespaces")
+
     def tags(self, namespace: str) -> list[TagInfo]:
         return self._ask(list[TagInfo], "GET", f"{_place(namespace)}/tags")
 
@@ -157,6 +161,10 @@ class HttpRepository(Repository):
 
     def reindex(self) -> ReindexReport:
         return self._ask(ReindexReport, "POST", "/v1/reindex", again=False, read_s=_SURVEY_S)
+
+    def collect_garbage(self, *, grace_s: float = 3600.0, dry_run: bool = False) -> GarbageReport:
+        body = {"grace_ms": round(grace_s * 1000), "dry_run": dry_run}
+        return self._ask(GarbageReport, "POST", "/v1/gc", body, read_s=_SURVEY_S)
 
     def close(self) -> None:
         self._transport.close()

@@ -70,8 +70,7 @@ def copy_artifact(
         If the destination holds other bytes under one of the artifact's block keys.
     StorageFull, Unavailable
     """
-    if not 1 <= workers <= MAX_WORKERS:
-        raise InvalidInput(f"workers is {workers}; it must be from 1 to {MAX_WORKERS}")
+    check_workers(workers)
     check_namespace(destination_namespace)
     if tag is not None:
         check_tag(tag)
@@ -98,6 +97,12 @@ def copy_artifact(
         destination.set_tag(destination_namespace, tag, info.id)
         info = destination.artifact(info.id, destination_namespace)
     return CopyReport(artifact=info, chunks_sent=moves.chunks, bytes_sent=moves.bytes, bytes_total=moves.total)
+
+
+def check_workers(workers: int) -> None:
+    """Raises `InvalidInput` for a number of threads that no copy takes."""
+    if not 1 <= workers <= MAX_WORKERS:
+        raise InvalidInput(f"workers is {workers}; it must be from 1 to {MAX_WORKERS}")
 
 
 class _Moves:

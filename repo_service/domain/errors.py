@@ -162,6 +162,10 @@ class DocumentCorrupt(Corrupt):
     code = "document_corrupt"
 
 
+UNREADABLE = (Corrupt, InvalidInput, TooLarge)
+"""What reading a damaged or foreign document out of a store raises."""
+
+
 class RepositoryError(KvgraftError):
     code = "repository_error"
 

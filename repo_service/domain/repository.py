@@ -21,6 +21,7 @@ from repo_service.domain.views import (
     ArtifactQuery,
     DeleteReport,
     Divergence,
+    GarbageReport,
     Match,
     ReindexReport,
     RepositoryInfo,
@@ -136,6 +137,10 @@ class Repository(ABC):
     def query(self, query: ArtifactQuery) -> ArtifactPage: ...
 
     @abstractmethod
+    def namespaces(self) -> list[str]:
+        """The namespaces that hold an artifact, a tag or a divergence, by name."""
+
+    @abstractmethod
     def tags(self, namespace: str) -> list[TagInfo]: ...
 
     @abstractmethod
@@ -162,6 +167,18 @@ class Repository(ABC):
     @abstractmethod
     def reindex(self) -> ReindexReport:
         """Rebuild the SQL index from the store."""
+
+    @abstractmethod
+    def collect_garbage(self, *, grace_s: float = 3600.0, dry_run: bool = False) -> GarbageReport:
+        """Recover what crashes left, end abandoned pushes, and remove what no artifact and no push needs.
+
+        Parameters
+        ----------
+        grace_s
+            Objects of the store that the index does not know are removed when they are older, in seconds.
+        dry_run
+            Only say what would be done.
+        """
 
     @abstractmethod
     def close(self) -> None: ...

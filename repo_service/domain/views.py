@@ -201,3 +201,32 @@ class ReindexReport(View):
     tags: int
     divergences: int
     corrupt: list[str] = Field(description="Store keys that could not be read or did not verify; they are not indexed.")
+
+
+class Removed(View):
+    """One thing that garbage collection removed, or would."""
+
+    kind: Literal["artifact", "block record", "chunk", "manifest", "temp file"]
+    name: str = Field(description="Artifact id, block key, digest or file name.")
+    namespace: str | None = None
+    bytes: int | None = Field(None, description="Where known: bytes freed in the store.")
+    reason: str
+
+
+class GarbageReport(View):
+    """What a garbage collection did, or, as a dry run, would do."""
+
+    dry_run: bool
+    settled: int = Field(description="Documents after which the index was corrected, left by processes that died.")
+    expired_pushes: int
+    artifacts: int = Field(description="Artifacts that a retention rule let go.")
+    chunks: int
+    block_records: int
+    manifests: int
+    temp_files: int
+    bytes: int = Field(description="Bytes of chunks freed.")
+    unreadable: list[str] = Field(
+        description="Entries that can't be read. While there are any, only what the index itself let go is removed: "
+        "what no row knows may be theirs."
+    )
+    removed: list[Removed] = Field(description="The first 1,000 things removed; all of them are in the audit log.")

@@ -2,7 +2,10 @@
 
 from repo_service.index.entry import Entry
 from repo_service.index.index import Index
+from repo_service.index.orphans import Objects
 from repo_service.index.pushes import Offered, PushRow
 from repo_service.index.rebuild import Rebuilt
+from repo_service.index.reclaim import Reclaimable
+from repo_service.index.unsettled import ENTRY, TAG, Noted
 
-__all__ = ["Entry", "Index", "Offered", "PushRow", "Rebuilt"]
+__all__ = ["ENTRY", "TAG", "Entry", "Index", "Noted", "Objects", "Offered", "PushRow", "Rebuilt", "Reclaimable"]

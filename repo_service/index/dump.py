@@ -36,7 +36,9 @@ def dump(connection: Connection) -> dict[str, list[tuple[Any, ...]]]:
 
 def _statements() -> dict[str, Select[*tuple[Any, ...]]]:
     chunk = (Chunk.namespace, Chunk.digest)
-    artifact_columns = [column for column in Artifact.__table__.columns if column.name not in ("id", "fingerprint_id")]
+    artifact_columns = [
+        column for column in Artifact.__table__.columns if column.name not in ("id", "fingerprint_id", "last_used_at")
+    ]
     fingerprint_columns = [column for column in FingerprintRow.__table__.columns if column.name != "id"]
     return {
         "fingerprints": select(*fingerprint_columns),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Self
 
@@ -16,6 +17,8 @@ from repo_service.index import (
     lookup,
     meta,
     migrate,
+    namespaces,
+    orphans,
     publishing,
     pushes,
     rebuild,
@@ -23,16 +26,23 @@ from repo_service.index import (
     search,
     stats,
     tags,
+    unsettled,
 )
 from repo_service.index.engine import Database
 from repo_service.index.entry import Entry
+from repo_service.index.orphans import Objects
 from repo_service.index.pushes import Offered, PushRow
 from repo_service.index.rebuild import Rebuilt
-from repo_service.index.reclaim import Remove
+from repo_service.index.reclaim import Reclaimable, Remove
+from repo_service.index.unsettled import ENTRY, TAG, Look, Noted
 
 
 def _nothing(_: Any) -> None:
     """What is written down where a caller keeps no store."""
+
+
+class _Undone(Exception):
+    """Takes a transaction back."""
 
 
 class Index:
@@ -164,7 +174,8 @@ class Index:
 
         ``write``, here and in the other methods that take one, puts down in the store what the rows
         say. It is called under the write lock before the rows are committed, so that store and index
-        have one order of events; if it raises, nothing changes here. It must not use the index.
+        have one order of events; if it raises, nothing changes here. It must not use the index. That
+        it was about to be called is noted durably before, for `settle`.
 
         Raises
         ------
@@ -174,7 +185,7 @@ class Index:
         Divergence
             If a block is published with another record.
         """
-        with self._database.write_durably() as connection:
+        with unsettled.noted(self._database, Noted(ENTRY, entry.namespace, entry.manifest.id)) as connection:
             publishing.publish(connection, entry)
             info = lookup.artifact(connection, entry.namespace, entry.manifest.id)
             write(info)
@@ -187,10 +198,30 @@ class Index:
         ------
         ArtifactNotFound
         """
-        with self._database.write_durably() as connection:
+        with unsettled.noted(self._database, Noted(ENTRY, namespace, artifact_id)) as connection:
             names = publishing.unpublish(connection, namespace, artifact_id)
             write(names)
             return names
+
+    def unsettled(self) -> bool:
+        """True if a process may have ended between writing to the store and to the index."""
+        with self._database.read() as connection:
+            return unsettled.left(connection)
+
+    def settle(self, look: Look, remove: Callable[[Noted], None], found: Iterable[Noted] = ()) -> list[Noted]:
+        """Make the index say what the store says, wherever a process ended between the two.
+
+        Parameters
+        ----------
+        look
+            Reads a document, or None if there is none; called under the write lock.
+        remove
+            Deletes a tag's document whose artifact is gone.
+        found
+            Documents to look at besides those where a process ended.
+        """
+        with self._database.write_durably() as connection:
+            return unsettled.settle(connection, look, remove, found)
 
     def reclaim(self, remove: Remove) -> tuple[int, int]:
         """Free the chunks and block records that no artifact and no running push of any namespace needs.
@@ -216,6 +247,30 @@ class Index:
                 batch = reclaim.reclaim(connection, remove)
             count, size, more = count + batch.chunks, size + batch.bytes, batch.more
         return count, size
+
+    def reclaimable(self, now: datetime) -> Reclaimable:
+        """What `expire_pushes` and `reclaim` would do; nothing is changed."""
+        with suppress(_Undone), self._database.write() as connection:
+            expired = pushes.expire(connection, now)
+            reclaim.doom(connection)
+            found = reclaim.listed(connection, expired)
+            raise _Undone
+        return found
+
+    def unindexed(self, documents: Sequence[Noted]) -> list[Noted]:
+        """Those of the store's documents that no row stands for."""
+        with self._database.read() as connection:
+            return orphans.unindexed(connection, documents)
+
+    def orphans(self, objects: Objects) -> Objects:
+        """Those of the store's objects that no row knows: no artifact, no running push, nothing about to be reclaimed."""
+        with self._database.read() as connection:
+            return orphans.unknown(connection, objects)
+
+    def sweep(self, objects: Objects, remove: Callable[[Objects], None]) -> None:
+        """Have those of the objects removed that no row knows, while the write lock is held."""
+        with self._database.write() as connection:
+            remove(orphans.unknown(connection, objects))
 
     def rebuild(self, entries: Iterable[Entry], tags: Iterable[TagInfo], divergences: Iterable[Divergence]) -> Rebuilt:
         """Replace everything that is derived from the store, in one transaction.
@@ -282,6 +337,11 @@ class Index:
         with self._database.read() as connection:
             return search.query(connection, query)
 
+    def namespaces(self) -> list[str]:
+        """Those with an artifact, a tag or a divergence, by name."""
+        with self._database.read() as connection:
+            return namespaces.of(connection)
+
     def tags(self, namespace: str) -> list[TagInfo]:
         """All tags, by name."""
         with self._database.read() as connection:
@@ -296,14 +356,14 @@ class Index:
         write: Callable[[TagInfo], None] = _nothing,
     ) -> TagInfo:
         """Make a tag, or move it; raises `ArtifactNotFound`."""
-        with self._database.write_durably() as connection:
+        with unsettled.noted(self._database, Noted(TAG, namespace, name)) as connection:
             tag = tags.set_tag(connection, namespace, name, artifact_id, updated_at)
             write(tag)
             return tag
 
     def delete_tag(self, namespace: str, name: str, write: Callable[[None], None] = _nothing) -> None:
         """Remove a tag; raises `TagNotFound`."""
-        with self._database.write_durably() as connection:
+        with unsettled.noted(self._database, Noted(TAG, namespace, name)) as connection:
             tags.delete_tag(connection, namespace, name)
             write(None)
 

@@ -1,7 +1,7 @@
 """The tables. Integer surrogate keys, digests as 32 bytes, times as UTC microseconds.
 
-Everything but ``pushes``, ``push_blocks``, ``push_chunks``, ``loose_records``, ``meta`` and the chunks
-that no artifact refers to can be rebuilt from the store. A row of ``blocks`` exists only while a
+Everything but ``pushes``, ``push_blocks``, ``push_chunks``, ``loose_records``, ``unsettled``, ``meta``,
+an artifact's last use and the chunks that no artifact refers to can be rebuilt from the store. A row of ``blocks`` exists only while a
 published artifact of its namespace refers to it.
 """
 
@@ -127,6 +127,7 @@ class Artifact(Base):
         Index(None, "namespace", "token_count", "digest"),
         Index(None, "namespace", "total_bytes", "digest"),
         Index(None, "namespace", "token_head"),
+        Index(None, "digest"),
     )
 
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -142,6 +143,7 @@ class Artifact(Base):
     created_at: Mapped[int]
     total_bytes: Mapped[int]
     token_head: Mapped[bytes | None]
+    last_used_at: Mapped[int | None]
 
 
 class ArtifactBlock(Base):
@@ -260,3 +262,14 @@ class LooseRecord(Base):
 
     namespace: Mapped[str] = mapped_column(primary_key=True)
     key: Mapped[bytes] = mapped_column(primary_key=True)
+
+
+class Unsettled(Base):
+    """A document of the store that a transaction was about to change: see `unsettled`."""
+
+    __tablename__ = "unsettled"
+
+    operation: Mapped[str] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    namespace: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)

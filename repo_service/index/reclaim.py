@@ -33,18 +33,23 @@ class Reclaimed:
     more: bool
 
 
+@dataclass(frozen=True)
+class Reclaimable:
+    """What a dry run found: chunks with their bytes, and block records by (namespace, key)."""
+
+    expired_pushes: int
+    chunks: list[tuple[str, int]]
+    records: list[tuple[str, str]]
+
+
 _OTHER = Chunk.__table__.alias("other")
-_VICTIMS = (
-    select(
-        Chunk.digest,
-        Chunk.size,
-        Chunk.state,
-        # Another namespace that needs the bytes, or is about to send them, keeps them.
-        exists().where(_OTHER.c.digest == Chunk.digest, _OTHER.c.state < ChunkState.DOOMED).label("kept"),
-    )
-    .where(Chunk.state >= ChunkState.DOOMED)
-    .limit(BATCH)
-)
+_VICTIMS = select(
+    Chunk.digest,
+    Chunk.size,
+    Chunk.state,
+    # Another namespace that needs the bytes, or is about to send them, keeps them.
+    exists().where(_OTHER.c.digest == Chunk.digest, _OTHER.c.state < ChunkState.DOOMED).label("kept"),
+).where(Chunk.state >= ChunkState.DOOMED)
 _DIGESTS = digest_list()
 _FORGET = delete(Chunk).where(Chunk.digest.in_(select(_DIGESTS.c.digest)), Chunk.state >= ChunkState.DOOMED)
 _RECORDS = select(
@@ -58,12 +63,23 @@ _RECORDS = select(
             PushRecord.namespace == LooseRecord.namespace,
         )
     ).label("kept"),
-).limit(BATCH)
+)
 
 
 def doom(connection: Connection) -> None:
     """Withdraw the promise of every chunk that nothing refers to; to be durable before any byte goes."""
     connection.execute(update(Chunk).where(Chunk.state == ChunkState.LOOSE).values(state=ChunkState.DOOMED))
+
+
+def listed(connection: Connection, expired_pushes: int) -> Reclaimable:
+    """What `reclaim` would remove, all of it."""
+    victims = [row for row in connection.execute(_VICTIMS) if not row.kept]
+    sizes = {row.digest: row.size for row in victims if row.state == ChunkState.DOOMED}
+    return Reclaimable(
+        expired_pushes,
+        [(format_digest(BLAKE3, digest), size) for digest, size in sorted(sizes.items())],
+        [(row.namespace, format_digest(SHA256, row.key)) for row in connection.execute(_RECORDS) if not row.kept],
+    )
 
 
 def reclaim(connection: Connection, remove: Remove) -> Reclaimed:
@@ -72,8 +88,8 @@ def reclaim(connection: Connection, remove: Remove) -> Reclaimed:
     An offer waits for the lock, then finds no row and is told that the chunk is missing; one that
     came before has turned the row back to AWAITED, which keeps the bytes.
     """
-    victims = connection.execute(_VICTIMS).all()
-    records = connection.execute(_RECORDS).all()
+    victims = connection.execute(_VICTIMS.limit(BATCH)).all()
+    records = connection.execute(_RECORDS.limit(BATCH)).all()
     # Several namespaces may have let go of the same bytes.
     sizes = {row.digest: row.size for row in victims if not row.kept and row.state == ChunkState.DOOMED}
     digests = {row.digest for row in victims if not row.kept}

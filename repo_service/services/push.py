@@ -120,13 +120,13 @@ class LocalPush(Push):
         if tokens is not None:
             manifest.check_keys(records, tokens)
         documents = {block_record_key(push.namespace, record.key): record.data for record in records}
+        documents[manifest_key(manifest.id)] = manifest.data
         with ThreadPoolExecutor(_RECORD_WRITERS) as pool:
             list(pool.map(self._store.put_if_absent, documents, documents.values()))
-        self._store.put(manifest_key(manifest.id), manifest.data)
 
         def write(info: ArtifactInfo) -> None:
             # No artifact is published with other records. What differs was left by a push that came to
-            # nothing, comes from one that will find this artifact published, or is damaged.
+            # nothing, comes from one that will find this artifact published, was taken for garbage, or is damaged.
             for key, data in documents.items():
                 if self._store.get(key) != data:
                     self._store.put(key, data)

@@ -16,8 +16,8 @@ from repo_service.domain.manifest import Manifest, require_digest
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.tokens import decode_tokens, token_chunk_spec
 from repo_service.domain.views import StorageReport
-from repo_service.index import Index
-from repo_service.services.documents import block_record_key, chunk_key, manifest_key
+from repo_service.index import Entry, Index
+from repo_service.services.documents import EntryDocument, block_record_key, chunk_key, manifest_key, unseal
 from repo_service.storage import Store
 
 _HOLDINGS_KEPT = 32
@@ -92,6 +92,20 @@ def read_tokens(store: Store, manifest: Manifest) -> list[int] | None:
         read_chunk(store, digest, spec, memoryview(buffer))
         tokens.extend(decode_tokens(bytes(buffer)))
     return tokens[: manifest.token_count]
+
+
+def read_entry(store: Store, key: str) -> Entry | None:
+    """What is published under a key of `ENTRIES`, with all that the index keeps of it; None if nothing is.
+
+    Raises one of `UNREADABLE` where any of it is damaged.
+    """
+    data = store.get(key)
+    if data is None:
+        return None
+    document = unseal(key, data, EntryDocument, lambda entry: entry.key)
+    manifest = read_manifest(store, document.artifact_id)
+    records = read_records(store, manifest, document.namespace)
+    return Entry(document.namespace, manifest, records, read_tokens(store, manifest), document.created_at)
 
 
 def held_chunks(manifest: Manifest, records: Iterable[BlockRecord]) -> dict[str, ChunkSpec]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from repo_service.domain.errors import Corrupt, InvalidInput, TooLarge
+from repo_service.domain.errors import UNREADABLE
 from repo_service.domain.views import Divergence, ReindexReport, TagInfo, View
 from repo_service.index import Entry, Index
 from repo_service.services.documents import (
     DIVERGENCES,
     ENTRIES,
     TAGS,
-    EntryDocument,
     divergence_place,
     tag_place,
     unseal,
 )
-from repo_service.services.read import held_chunks, read_manifest, read_records, read_tokens
+from repo_service.services.read import read_entry
 from repo_service.storage import Store
 
 V = TypeVar("V", bound=View)
@@ -37,24 +36,24 @@ def reindex(store: Store, index: Index, progress: Callable[[int], None] | None =
         for key in store.list(prefix):
             try:
                 yield unseal(key, store.get(key) or b"", kind, place)
-            except Corrupt:
+            except UNREADABLE:
                 corrupt.append(key)
 
     def entries() -> Iterator[Entry]:
-        for document in documents(ENTRIES, EntryDocument, lambda e: e.key):
+        for key in store.list(ENTRIES):
             try:
-                manifest = read_manifest(store, document.artifact_id)
-                records = read_records(store, manifest, document.namespace)
-                tokens = read_tokens(store, manifest)
-            except (Corrupt, InvalidInput, TooLarge):
-                corrupt.append(document.key)
+                entry = read_entry(store, key)
+            except UNREADABLE:
+                corrupt.append(key)
                 continue
-            published.add((document.namespace, document.artifact_id))
-            blocks.update((document.namespace, record.key) for record in records)
-            chunks.update(held_chunks(manifest, records))
+            if entry is None:
+                continue
+            published.add((entry.namespace, entry.manifest.id))
+            blocks.update((entry.namespace, record.key) for record in entry.records)
+            chunks.update(entry.specs())
             if progress is not None:
                 progress(len(published))
-            yield Entry(document.namespace, manifest, records, tokens, document.created_at)
+            yield entry
 
     def tags() -> Iterator[TagInfo]:
         for tag in documents(TAGS, TagInfo, tag_place):

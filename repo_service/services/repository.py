@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from repo_service.domain.canonical import check_canonical
-from repo_service.domain.errors import MalformedUrl
+from repo_service.domain.errors import InvalidInput, MalformedUrl
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
@@ -21,6 +21,7 @@ from repo_service.domain.views import (
     ArtifactQuery,
     DeleteReport,
     Divergence,
+    GarbageReport,
     Match,
     ReindexReport,
     RepositoryInfo,
@@ -29,11 +30,13 @@ from repo_service.domain.views import (
     TagInfo,
 )
 from repo_service.index import Index
-from repo_service.services.documents import ENTRIES, block_record_key, chunk_key, entry_key, seal, tag_key
+from repo_service.services.documents import ENTRIES, entry_key, seal, tag_key
+from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
 from repo_service.services.marker import open_marker, prepare_directory
 from repo_service.services.push import LocalPush, begin_push
 from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
 from repo_service.services.reindex import reindex
+from repo_service.services.settle import settle
 from repo_service.services.undo import put_back_on_failure
 from repo_service.storage import LocalStore, MemoryStore, Store
 from repo_service.version import FORMAT_VERSION, __version__
@@ -73,6 +76,7 @@ def open_local(url: str, *, create: bool = True) -> LocalRepository:
     if not indexed and next(store.list(ENTRIES), None) is not None:
         # The index was lost or left behind; the store is the truth (I5).
         reindex(store, index)
+    settle(store, index)
     return LocalRepository(url, repository_id, store, index)
 
 
@@ -168,6 +172,9 @@ class LocalRepository(Repository):
         check_canonical([query.text, query.annotations])
         return self._index.query(query)
 
+    def namespaces(self) -> list[str]:
+        return self._index.namespaces()
+
     def tags(self, namespace: str) -> list[TagInfo]:
         return self._index.tags(check_namespace(namespace))
 
@@ -198,14 +205,8 @@ class LocalRepository(Repository):
         with put_back_on_failure(self._store, [entry, *(tag_key(namespace, name) for name in artifact.tags)]):
             tags = self._index.unpublish(namespace, artifact.id, write)
         self._holdings.forget(namespace, artifact.id)
-        chunks, freed = self._index.reclaim(self._remove)
+        chunks, freed = remove_unneeded(self._store, self._index, artifact.id)
         return DeleteReport(artifact_id=artifact.id, tags=tags, chunks=chunks, bytes=freed)
-
-    def _remove(self, records: Sequence[tuple[str, str]], chunks: Sequence[str]) -> None:
-        for namespace, key in records:
-            self._store.delete(block_record_key(namespace, key))
-        for digest in chunks:
-            self._store.delete(chunk_key(digest))
 
     def check(self, ref: str, namespace: str) -> StorageReport:
         return check_artifact(self._store, self._require(ref, namespace), namespace, _CHECK_WORKERS)
@@ -218,6 +219,11 @@ class LocalRepository(Repository):
 
     def reindex(self) -> ReindexReport:
         return reindex(self._store, self._index)
+
+    def collect_garbage(self, *, grace_s: float = GRACE_S, dry_run: bool = False) -> GarbageReport:
+        if not grace_s >= 0:
+            raise InvalidInput(f"the grace is {grace_s} s; it must be 0 or more")
+        return collect_garbage(self._store, self._index, grace_s=grace_s, dry_run=dry_run)
 
     def close(self) -> None:
         self._index.close()

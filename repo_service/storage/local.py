@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -103,6 +105,20 @@ class LocalStore(Store):
         with _translated(path):
             return self._is_file(path)
 
+    def age_s(self, key: str) -> float | None:
+        path = self._path(key)
+        with _translated(path):
+            try:
+                return time.time() - os.stat(path).st_mtime
+            except _ABSENT:
+                return None
+
+    def remove_leftovers(self, *, dry_run: bool = False) -> Iterator[str]:
+        with _translated(self._temp):
+            for entry in sorted(os.scandir(self._temp), key=lambda entry: entry.name):
+                if entry.is_file(follow_symlinks=False) and _remove_abandoned(entry.path, dry_run=dry_run):
+                    yield f"{TEMP}/{entry.name}"
+
     def list(self, prefix: str) -> Iterator[str]:
         top = self._path(prefix)
         with _translated(top):
@@ -126,18 +142,46 @@ class LocalStore(Store):
         """A synced temp file with ``data``, gone afterwards unless it was renamed."""
         temp = f"{self._temp}/{uuid.uuid4().hex}"
         try:
-            fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            fd = _create_locked(temp)
             try:
                 rest = memoryview(data).cast("B")
                 while rest:
                     rest = rest[os.write(fd, rest) :]
                 os.fsync(fd)
+                yield temp
             finally:
                 os.close(fd)
-            yield temp
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temp)
+
+
+def _create_locked(path: str) -> int:
+    """A new file, locked until it is closed: a writer that dies lets go of it."""
+    while True:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return fd
+        # It was taken for a leftover before the lock was there.
+        os.close(fd)
+
+
+def _remove_abandoned(path: str, *, dry_run: bool) -> bool:
+    """Remove a temp file that no writer holds; False if one does, or if it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except _ABSENT:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not dry_run:
+            os.unlink(path)
+        return True
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    finally:
+        os.close(fd)
 
 
 def _raise_unless_absent(error: OSError) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 from typing_extensions import Buffer
@@ -13,6 +14,7 @@ from repo_service.storage.store import Store, check_key
 class MemoryStore(Store):
     def __init__(self) -> None:
         self._objects: dict[str, bytes] = {}
+        self._written: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def get(self, key: str) -> bytes | None:
@@ -30,12 +32,14 @@ class MemoryStore(Store):
     def put(self, key: str, data: Buffer) -> None:
         with self._lock:
             self._objects[check_key(key)] = bytes(data)
+            self._written[key] = time.monotonic()
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         with self._lock:
             if check_key(key) in self._objects:
                 return False
             self._objects[key] = bytes(data)
+            self._written[key] = time.monotonic()
             return True
 
     def delete(self, key: str) -> None:
@@ -44,6 +48,13 @@ class MemoryStore(Store):
 
     def exists(self, key: str) -> bool:
         return check_key(key) in self._objects
+
+    def age_s(self, key: str) -> float | None:
+        with self._lock:
+            return time.monotonic() - self._written[key] if check_key(key) in self._objects else None
+
+    def remove_leftovers(self, *, dry_run: bool = False) -> Iterator[str]:  # noqa: ARG002
+        return iter(())
 
     def list(self, prefix: str) -> Iterator[str]:
         below = f"{check_key(prefix)}/"

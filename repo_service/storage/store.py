@@ -82,6 +82,14 @@ class Store(ABC):
     def exists(self, key: str) -> bool: ...
 
     @abstractmethod
+    def age_s(self, key: str) -> float | None:
+        """Seconds since an object was last written, by the backend's clock, or None if there is none."""
+
+    @abstractmethod
+    def remove_leftovers(self, *, dry_run: bool = False) -> Iterator[str]:
+        """Remove what writers that ended in the middle left behind, and name it; a running writer's is never touched."""
+
+    @abstractmethod
     def list(self, prefix: str) -> Iterator[str]:
         """Keys below ``prefix`` (whole segments), in a stable order. For rebuilding and scrubbing; never on a read path.
 
