@@ -37,6 +37,19 @@ class Settings(BaseSettings):
     body_seconds: Seconds = Field(600, description="Deadline for the whole body of a request, or of an answer.")
     idle_seconds: Seconds = Field(75, description="A connection must send its next whole request header within this.")
     connections: int = Field(512, ge=1, le=65536, description="Open connections; further ones are answered 503.")
+    gc_seconds: float = Field(
+        600, ge=0, le=10**7, description="Time between collections of garbage; 0 leaves them to kvgraft gc."
+    )
+    gc_grace_seconds: float = Field(
+        3600, ge=0, le=10**7, description="Objects that the index does not know are removed when they are older."
+    )
+    scrub_seconds: float = Field(
+        7 * 86400, ge=0, le=10**7, description="Time between scrubs; 0 leaves them to kvgraft scrub."
+    )
+    scrub_mib_per_second: float = Field(64, gt=0, le=10**6, description="Most MiB that such a scrub reads in a second.")
+    audit_log: str = Field(
+        "", description="File that a line is added to for everything that is removed; without one, standard error."
+    )
     shutdown_seconds: int = Field(30, ge=0, le=3600, description="Time for running requests to end after SIGTERM.")
 
 

@@ -128,7 +128,7 @@ def test_an_artifact_is_pushed_looked_up_read_and_deleted(service: Service, pref
     assert matched == {"artifact_id": manifest.id, "blocks": len(records), "tokens": len(TOKENS)}
     assert service.json("POST", f"{prefix}/match", {"keys": [sha256_digest(b"none")]}) is None
     page = service.json("POST", f"{prefix}/artifacts/query", {"annotations": {"author": "someone"}})
-    assert page["items"] == [info]
+    assert page["items"] == [info | {"last_used_at": page["items"][0]["last_used_at"]}]
     tag = service.json("PUT", f"{prefix}/tags/latest", {"artifact_id": manifest.id})
     assert service.json("GET", f"{prefix}/tags") == [tag]
     assert service.json("GET", f"{prefix}/artifacts/latest")["tags"] == ["latest"]

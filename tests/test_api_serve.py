@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import urllib3
+from serving import served
 from synthetic import artifact, fingerprint
 from test_api import Made, Service, error_of, serving
 from test_http_client import push_all
@@ -241,3 +242,9 @@ def test_settings_come_from_the_environment_and_bad_ones_are_named(monkeypatch: 
 
 def test_every_setting_is_described() -> None:
     assert all(field.description for field in Settings.model_fields.values())
+
+
+def test_a_signal_that_comes_as_soon_as_the_url_is_known_ends_the_service(tmp_path: Path) -> None:
+    for _ in range(3):
+        with served(tmp_path / "repository"):
+            pass

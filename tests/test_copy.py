@@ -87,7 +87,7 @@ def test_zarr_3682_a_parallel_copy_has_every_chunk_and_the_same_id(tmp_path: Pat
             assert contents(destination, artifact_id) == contents(source, artifact_id)
             again = copy_artifact(source, destination, artifact_id[:20], NS, NS)
             assert (again.chunks_sent, again.bytes_sent, again.bytes_total) == (0, 0, report.bytes_total)
-            assert again.artifact == report.artifact
+            assert again.artifact.model_copy(update={"last_used_at": None}) == report.artifact
 
 
 def test_a_shared_prefix_is_not_sent_again(source: Repository, destination: Repository) -> None:

@@ -113,7 +113,7 @@ def fill(path: Path) -> None:
 def test_a_full_disk_refuses_a_push_and_leaves_the_rest_readable(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(mount)], check=False)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(mount)], check=False)
     if done.returncode:
         pytest.skip("this machine does not allow mounting a tmpfs")
     try:
@@ -130,6 +130,11 @@ def test_a_full_disk_refuses_a_push_and_leaves_the_rest_readable(tmp_path: Path)
             second, _ = push(repository, artifact(list(range(100, 400)), fingerprint()))
             assert repository.check(second.id, "default").ok
             assert not list((mount / "repository" / "tmp").iterdir())
+            with pytest.raises(OSError, match="No space"):
+                fill(filling)
+            assert repository.delete(second.id, "default").chunks > 0, "what frees space works without any"
+            assert repository.collect_garbage(grace_s=0).unreadable == []
+            assert repository.check(first.id, "default").ok
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)
 

@@ -217,11 +217,11 @@ def test_a_process_that_dies_between_store_and_index_leaves_them_in_agreement(
         url, operation, moment, old, new = sys.argv[1:]
         repository = open_local(url)
         def dying(method):
-            def call(self, key, *data):
+            def call(self, key, *data, **options):
                 hit = key.startswith(("entries/", "tags/"))
                 if hit and moment == "before":
                     os.kill(os.getpid(), signal.SIGKILL)
-                method(self, key, *data)
+                method(self, key, *data, **options)
                 if hit:
                     os.kill(os.getpid(), signal.SIGKILL)
             return call

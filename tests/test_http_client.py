@@ -179,7 +179,10 @@ def test_a_remote_repository_answers_as_an_embedded_one(service: Service, reposi
     assert pull_all(repository, made) == chunks
     assert repository.url == service.url
     assert repository.info() == local.info()
-    assert repository.artifact(manifest.id[:20], NS) == info
+    used = local.artifact(manifest.id, NS)
+    assert used.last_used_at is not None
+    assert used.model_copy(update={"last_used_at": None}) == info
+    assert repository.artifact(manifest.id[:20], NS) == used
     assert repository.manifest(manifest.id, NS) == manifest
     assert repository.records(manifest, NS) == records
     keys = [record.key for record in records]
@@ -187,7 +190,7 @@ def test_a_remote_repository_answers_as_an_embedded_one(service: Service, reposi
     assert repository.match(NS, [sha256_digest(b"x")]) is None
     assert repository.match(NS, []) is None
     query = ArtifactQuery(namespace=NS, annotations={"k": "v"}, covers=(0, 16), created_after=info.created_at)
-    assert repository.query(query.model_copy(update={"created_after": None})).items == [info]
+    assert repository.query(query.model_copy(update={"created_after": None})).items == [used]
     assert repository.query(query) == local.query(query)
     tag = repository.set_tag(NS, "latest", manifest.id)
     assert repository.tags(NS) == local.tags(NS) == [tag]

@@ -13,6 +13,7 @@ import pytest
 from index_support import EPOCH, begin, empty_index, entry, first_chunk, keys, publish, send
 from sqlalchemy import event
 
+from repo_service.domain.errors import QuotaExceeded
 from repo_service.domain.views import ArtifactQuery
 from repo_service.index import Index
 
@@ -52,16 +53,25 @@ def plans(index: Index, path: Path, call: Callable[[], object]) -> list[str]:
         ]
 
 
+def refused(index: Index) -> None:
+    with pytest.raises(QuotaExceeded):
+        index.offer(begin(index), NEW.records, NEW.specs(), 0)
+
+
 CALLS: dict[str, Callable[[Index], object]] = {
     "match": lambda index: index.match("default", keys(WHAT)),
     "artifact by id": lambda index: index.artifact("default", ARTIFACT),
     "artifact by short id": lambda index: index.artifact("default", ARTIFACT[:20]),
     "artifact by tag": lambda index: index.artifact("default", "latest"),
+    "namespaces": lambda index: index.namespaces(),
     "tags": lambda index: index.tags("default"),
     "set_tag": lambda index: index.set_tag("default", "latest", ARTIFACT, EPOCH),
     "holds_chunk": lambda index: index.holds_chunk("default", ARTIFACT, first_chunk(WHAT)),
     "published_record": lambda index: index.published_record("default", keys(WHAT)[0]),
     "offer": lambda index: index.offer(begin(index), NEW.records, NEW.specs()),
+    "offer under a quota": lambda index: index.offer(begin(index), NEW.records, NEW.specs(), 10**9),
+    "offer beyond a quota": refused,
+    "artifact by id, used": lambda index: index.artifact_id("default", ARTIFACT, used=True),
     "send and publish": lambda index: publish(index, NEW),
     "push_records": lambda index: index.push_records(offered(index), keys(NEW)),
     "unarrived": lambda index: index.unarrived(begin(index), list(NEW.specs())),
@@ -109,6 +119,8 @@ def test_a_chunk_is_looked_up_by_itself_not_through_all_blocks_of_its_artifact(i
 
 
 def test_a_match_runs_one_statement_and_sorts_nothing(index: Index, tmp_path: Path) -> None:
+    # The first match of ten minutes is also noted as a use.
+    CALLS["match"](index)
     steps = plans(index, tmp_path, lambda: CALLS["match"](index))
     assert sum(step.startswith("SEARCH artifacts") for step in steps) == 1
     assert not any("TEMP B-TREE" in step for step in steps)

@@ -62,11 +62,16 @@ def tags(index: Index) -> list[TagInfo]:
     return [*index.tags("default"), *index.tags("other")]
 
 
+def page(index: Index, query: ArtifactQuery) -> dict[str, Any]:
+    """Without last uses, which are not in the store."""
+    return index.query(query).model_dump(exclude={"items": {"__all__": {"last_used_at"}}})
+
+
 def derived(index: Index) -> dict[str, Any]:
     """What users see, besides the rows."""
     return {
-        "query": index.query(ArtifactQuery()),
-        "text": index.query(ArtifactQuery(text="words")),
+        "query": page(index, ArtifactQuery()),
+        "text": page(index, ArtifactQuery(text="words")),
         "match": index.match("default", keys(ENTRIES[1])),
         "stats": [index.stats(namespace).model_dump(exclude={"running_pushes"}) for namespace in ("default", "other")],
     }

@@ -81,7 +81,7 @@ def test_what_was_pushed_is_pulled_byte_for_byte(repository: Repository, namespa
     assert read_all(repository, manifest, namespace) == made[2]
     assert set(sent) == set(made[2])
     assert info.total_bytes == sum(map(len, made[2].values()))
-    assert repository.artifact(info.id, namespace) == info
+    assert repository.artifact(info.id, namespace).model_copy(update={"last_used_at": None}) == info
 
 
 def test_pushing_again_sends_nothing_and_gives_the_first_artifact(repository: Repository, namespace: str) -> None:
@@ -369,6 +369,22 @@ def test_i7_another_namespace_s_chunks_are_neither_readable_nor_skipped(reposito
         repository.manifest(made[0].id, other)
     _, sent = push(repository, made, other)
     assert set(sent) == set(made[2])
+
+
+def test_namespaces_are_those_that_hold_something(repository: Repository, namespace: str) -> None:
+    one, other, tagged = namespace, namespace + "-other", namespace + "-tagged"
+    for name in other, tagged, one:
+        info, _ = push(repository, artifact(tokens_of(52, 20), MADE_WITH), name)
+    repository.set_tag(tagged, "latest", info.id)
+    with pytest.raises(Divergence):
+        push(repository, artifact(tokens_of(52, 20), MADE_WITH, seed=1), other)
+    repository.begin_push(MADE_WITH, namespace + "-begun")
+    found = repository.namespaces()
+    assert found == sorted(set(found))
+    assert [name for name in found if name.startswith(namespace)] == [one, other, tagged]
+    for name in one, other, tagged:
+        repository.delete(info.id, name)
+    assert [name for name in repository.namespaces() if name.startswith(namespace)] == [other]
 
 
 def test_a_chunk_that_the_artifact_does_not_hold_is_not_served(repository: Repository, namespace: str) -> None:

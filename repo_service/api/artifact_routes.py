@@ -24,6 +24,7 @@ from repo_service.domain.errors import (
 )
 from repo_service.domain.manifest import MAX_ANNOTATIONS
 from repo_service.domain.names import check_namespace
+from repo_service.domain.policy import Policy
 from repo_service.domain.views import (
     ArtifactInfo,
     ArtifactPage,
@@ -156,6 +157,18 @@ def delete_tag(context: ContextOf, namespace: Namespace, name: str) -> Response:
 def get_stats(context: ContextOf, namespace: Namespace) -> Stats:
     """Counts and bytes of the namespace."""
     return context.repository.stats(namespace)
+
+
+@router.get("/policy", tags=["namespaces"], responses=error_answers(MalformedName, DocumentCorrupt))
+def get_policy(context: ContextOf, namespace: Namespace) -> Policy:
+    """What the namespace keeps and how much it may hold."""
+    return context.repository.policy(namespace)
+
+
+@router.put("/policy", tags=["namespaces"], responses=error_answers(MalformedName))
+def put_policy(context: ContextOf, namespace: Namespace, policy: Policy) -> Policy:
+    """Give the namespace a policy, in place of the one it has."""
+    return context.repository.set_policy(namespace, policy)
 
 
 @router.get("/divergences", tags=["namespaces"], responses=error_answers(MalformedName))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import email.message
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from functools import partial
 from typing import Any
 
 from anyio import to_thread
@@ -19,14 +19,39 @@ from repo_service.domain.canonical import parse_loose_json
 from repo_service.domain.errors import MalformedRequest, SizeMismatch, TooLarge
 from repo_service.settings import Settings
 
-MAX_JSON_BYTES = 32 * 2**20
+MAX_JSON_BYTES = 20 * 2**20
 
 # Larger documents take turns, since a parsed one needs several times its size.
 _SMALL = 256 * 1024
 
+# Lists, objects and their items, at most: parsed, each may need 100 bytes and more.
+MAX_JSON_VALUES = 2**19
+MAX_MANIFEST_VALUES = 2**21
+
+# Bytes a second: a body that trickles in gets no more time than one that stalls.
+_SLOWEST = 16 * 1024
+
+# A document that comes without a length, in chunks, has at most this size.
+_UNANNOUNCED = 8 * 2**20
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+
 
 def content_length(request: Request) -> int | None:
-    """The body's announced length, or None for a chunked body."""
+    """The body's announced length, or None for a chunked body.
+
+    Raises
+    ------
+    HTTPException
+        415, if the body is compressed: what it would swell to, nobody knows before.
+    """
+    coding = request.headers.get("content-encoding", "")
+    if coding.strip().lower() not in ("", "identity"):
+        raise HTTPException(
+            415,
+            f"the body has the Content-Encoding {coding[:40]!r}; send it without one",
+            {"Accept-Encoding": "identity"},
+        )
     text = request.headers.get("content-length")
     if text is None:
         return None
@@ -63,6 +88,8 @@ async def read_document(request: Request, context: Context, limit: int, use: Cal
     length = content_length(request)
     if length is not None and length > limit:
         raise TooLarge(f"the body has {length} bytes; the limit is {limit}", size=length, limit=limit)
+    if length is None:
+        limit = min(limit, _UNANNOUNCED)
     if length is not None and length <= _SMALL:
         return await use(await _read(request, limit, context.settings))
     async with context.documents.passed():
@@ -101,6 +128,30 @@ class _ParsedRequest(Request):
         return self._value
 
 
+def check_density(data: bytes, limit: int) -> bytes:
+    """Return ``data`` if its JSON has at most ``limit`` lists, objects and further items of them.
+
+    Raises
+    ------
+    TooLarge
+    """
+    if _signs(data) > limit:
+        # Those inside of strings do not count.
+        found = position = 0
+        for string in _STRING.finditer(data):
+            found += _signs(data[position : string.start()])
+            position = string.end()
+            if found > limit:
+                break
+        if found + _signs(data[position:]) > limit:
+            raise TooLarge(f"the body has more than {limit} values, which is the limit", limit=limit)
+    return data
+
+
+def _signs(data: bytes) -> int:
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
 def _require_json(request: Request) -> None:
     """A page elsewhere can't send this type without asking first, so it guards services on loopback."""
     message = email.message.Message()
@@ -110,7 +161,9 @@ def _require_json(request: Request) -> None:
 
 
 async def _parse(data: bytes) -> Any:
-    parse = partial(parse_loose_json, data, what="request body")
+    def parse() -> Any:
+        return parse_loose_json(check_density(data, MAX_JSON_VALUES), what="request body")
+
     return parse() if len(data) <= _SMALL else await to_thread.run_sync(parse)
 
 
@@ -118,22 +171,31 @@ async def _read(request: Request, limit: int, settings: Settings) -> bytes:
     data = bytearray()
     async for piece in _pieces(request, settings):
         if len(data) + len(piece) > limit:
-            raise TooLarge(f"the body has more than {limit} bytes, which is the limit", limit=limit)
+            raise TooLarge(
+                f"the body has more than {limit} bytes, which is the limit for it; a chunked body has at most "
+                f"{_UNANNOUNCED}, so send a larger one with its Content-Length",
+                limit=limit,
+            )
         data += piece
     return bytes(data)
 
 
 async def _pieces(request: Request, settings: Settings) -> AsyncIterator[bytes]:
     clock = asyncio.get_running_loop().time
-    deadline = clock() + settings.body_seconds
+    began, moved = clock(), 0
     more = True
     while more:
+        slowest = began + settings.stall_seconds + moved / _SLOWEST
         try:
-            async with asyncio.timeout_at(min(clock() + settings.stall_seconds, deadline)):
+            async with asyncio.timeout_at(
+                min(clock() + settings.stall_seconds, slowest, began + settings.body_seconds)
+            ):
                 message = await request.receive()
         except TimeoutError:
             raise HTTPException(408, "the body did not arrive in time", {"Connection": "close"}) from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         more = message.get("more_body", False)
-        yield message.get("body", b"")
+        piece: bytes = message.get("body", b"")
+        moved += len(piece)
+        yield piece

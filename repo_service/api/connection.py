@@ -24,9 +24,11 @@ class BoundedConnection(HttpToolsProtocol):
     """A connection that ends when its peer takes too long.
 
     A peer must send a whole request header within ``idle_seconds`` of connecting or of the last
-    answer, take some of what is written to it in every ``stall_seconds``, and all of it within
-    ``body_seconds``. Aborting, not closing: a closed connection would keep what a stalled reader
-    has not taken. A header of more than 64 KiB is refused.
+    answer, and within ``stall_seconds`` of its first octet. It must take some of what is written to
+    it in every ``stall_seconds``, and all of it within ``body_seconds``. Aborting, not closing: a
+    closed connection would keep what a stalled reader has not taken. A header of more than 64 KiB is
+    refused, and so is as much between two octets of a body or after the last: sizes of chunks, their
+    extensions, trailers, which nobody reads.
     """
 
     settings: Settings
@@ -38,7 +40,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._deadline = 0.0
         self._unsent = 0
         self._in_header = True
+        self._in_request = True
         self._header_bytes = 0
+        self._body_moved = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,20 +60,38 @@ class BoundedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._body_moved = False
         super().data_received(data)
-        if self._in_header and not self.transport.is_closing():
+        if self._in_request and not self._body_moved and not self.transport.is_closing():
             self._header_bytes += len(data)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self._refuse(431, MalformedRequest(f"the request header has more than {MAX_HEADER_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
-        self._in_header, self._header_bytes = True, 0
+        self._in_header, self._in_request, self._header_bytes = True, True, 0
         super().on_message_begin()
+        if self.cycle is None or self.cycle.response_complete:
+            # A header that has begun trickles in no longer than a body may stall.
+            _cancel(self._silence)
+            wait = min(self.settings.idle_seconds, self.settings.stall_seconds)
+            self._silence = self.loop.call_later(wait, self.transport.abort)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_header:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_header = False
+        self._in_header, self._header_bytes = False, 0
         _cancel(self._silence)
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_moved, self._header_bytes = True, 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_request = False
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

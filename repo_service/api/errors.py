@@ -44,6 +44,7 @@ STATUS: Mapping[str, int] = {
     "not_a_repository": 500,
     "newer_format": 500,
     "storage_full": 507,
+    "quota_exceeded": 507,
     "unavailable": 503,
     "service_error": 502,
     "access_denied": 403,

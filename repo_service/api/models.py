@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 MAX_MATCH_KEYS = 2**18
 MAX_RECORDS = 4096
@@ -56,20 +56,24 @@ class TokensOffer(Body):
     """The chunks of the tokens array."""
 
     count: int = Field(ge=1, description="Number of tokens.")
-    chunks: list[str] = Field(max_length=MAX_RECORDS, description="Digests of the chunks, in order.")
+    chunks: Annotated[list[str], FailFast()] = Field(
+        max_length=MAX_RECORDS, description="Digests of the chunks, in order."
+    )
 
 
 class OfferRequest(Body):
     """Blocks, and perhaps tokens, that the pusher has."""
 
-    records: list[RecordDocument] = Field(max_length=MAX_RECORDS, description="Block records.")
+    records: Annotated[list[RecordDocument], FailFast()] = Field(max_length=MAX_RECORDS, description="Block records.")
     tokens: TokensOffer | None = Field(None, description="Left out where the token ids stay private.")
 
 
 class MatchRequest(Body):
     """The chained block keys of one token sequence."""
 
-    keys: list[str] = Field(max_length=MAX_MATCH_KEYS, description="Block keys, from the first block on.")
+    keys: Annotated[list[str], FailFast()] = Field(
+        max_length=MAX_MATCH_KEYS, description="Block keys, from the first block on."
+    )
 
 
 class TagRequest(Body):

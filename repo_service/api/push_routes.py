@@ -8,7 +8,14 @@ from anyio import to_thread
 from fastapi import APIRouter, Path, Request, Response
 from starlette.exceptions import HTTPException
 
-from repo_service.api.bodies import DocumentRoute, content_length, read_document, read_exactly
+from repo_service.api.bodies import (
+    MAX_MANIFEST_VALUES,
+    DocumentRoute,
+    check_density,
+    content_length,
+    read_document,
+    read_exactly,
+)
 from repo_service.api.context import ContextOf, Namespace
 from repo_service.api.errors import error_answers
 from repo_service.api.models import OfferRequest, PushRequest, PushStarted
@@ -19,10 +26,12 @@ from repo_service.domain.errors import (
     ChunksMissing,
     DigestMismatch,
     Divergence,
+    DocumentCorrupt,
     MalformedDigest,
     MalformedDocument,
     MalformedName,
     PushNotFound,
+    QuotaExceeded,
     SizeMismatch,
     StorageFull,
     TooLarge,
@@ -46,7 +55,12 @@ def begin_push(context: ContextOf, namespace: Namespace, body: PushRequest) -> P
     return PushStarted(id=context.repository.begin_push(Fingerprint(body.fingerprint), namespace).id)
 
 
-@router.post("/blocks", responses=error_answers(PushNotFound, MalformedDocument, MalformedDigest, Divergence))
+@router.post(
+    "/blocks",
+    responses=error_answers(
+        PushNotFound, MalformedDocument, MalformedDigest, Divergence, QuotaExceeded, DocumentCorrupt
+    ),
+)
 def offer_blocks(context: ContextOf, push_id: PushId, body: OfferRequest) -> PushOffer:
     """Announce blocks and tokens; the answer lists the chunks to send."""
     push = context.repository.resume_push(push_id)
@@ -104,8 +118,12 @@ async def put_chunk(request: Request, context: ContextOf, push_id: PushId, diges
 async def commit_push(request: Request, context: ContextOf, push_id: PushId) -> ArtifactInfo:
     """Publish the manifest in the body, canonical JSON of at most 64 MiB; durable when the answer comes."""
 
+    def commit(data: bytes) -> ArtifactInfo:
+        manifest = Manifest.parse(check_density(data, MAX_MANIFEST_VALUES))
+        return context.repository.resume_push(push_id).commit(manifest)
+
     async def use(data: bytes) -> ArtifactInfo:
-        return await to_thread.run_sync(lambda: context.repository.resume_push(push_id).commit(Manifest.parse(data)))
+        return await to_thread.run_sync(commit, data)
 
     info: ArtifactInfo = await read_document(request, context, MAX_MANIFEST_BYTES, use)
     return info

@@ -7,12 +7,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import uvicorn
 
 from repo_service.api.app import create_app
 from repo_service.api.connection import connection_class
+from repo_service.api.jobs import audited, running
 from repo_service.api.loopback import check_host
 from repo_service.domain.errors import InvalidInput, PortInUse
 from repo_service.services.repository import LocalRepository, open_local
@@ -42,8 +43,15 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
     check_host(settings)
     if not settings.repo:
         raise InvalidInput("no repository to serve: give its URL (KVGRAFT_REPO), file:///absolute/path or memory:")
-    with listen(settings) as listener, open_local(settings.repo) as repository, _ended_by_signal():
+    with (
+        ExitStack() as stack,
+        audited(settings),
+        listen(settings) as listener,
+        open_local(settings.repo) as repository,
+        running(repository, settings),
+    ):
         server = make_server(repository, settings)
+        stack.enter_context(_ended_by_signal(server))
         guard = "ANYONE who reaches it may read, push and delete" if settings.insecure_any_host else "loopback only"
         announce(address(listener), f"{guard}: no tokens are configured")
         server.run(sockets=[listener])
@@ -94,12 +102,19 @@ def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Serv
 
 
 @contextmanager
-def _ended_by_signal() -> Iterator[None]:
-    """Let the server return after a signal, which it would raise again once it has shut down."""
+def _ended_by_signal(server: uvicorn.Server) -> Iterator[None]:
+    """Let the server return after a signal, which it would raise again once it has shut down.
+
+    One that comes before the server listens for signals itself ends it as soon as it runs.
+    """
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from repo_service.api.context import ContextOf
 from repo_service.api.errors import error_answers
 from repo_service.domain.errors import Unavailable
-from repo_service.domain.views import GarbageReport, ReindexReport, RepositoryInfo
+from repo_service.domain.views import GarbageReport, ReindexReport, RepositoryInfo, ScrubReport
 from repo_service.services.garbage import GRACE_S
 
 router = APIRouter(tags=["service"])
@@ -63,6 +63,19 @@ async def collect_garbage(context: ContextOf, how: Collection) -> GarbageReport:
 def get_namespaces(context: ContextOf) -> list[str]:
     """The namespaces that hold an artifact, a tag or a divergence, by name."""
     return context.repository.namespaces()
+
+
+class Survey(BaseModel):
+    """How to scrub."""
+
+    bytes_per_s: int | None = Field(None, gt=0, le=10**12, description="Most bytes of chunks to read in a second.")
+
+
+@router.post("/v1/scrub")
+async def scrub(context: ContextOf, how: Survey) -> ScrubReport:
+    """Read and verify everything that is stored; the answer comes when that is done."""
+    survey = partial(context.repository.scrub, bytes_per_s=how.bytes_per_s)
+    return await to_thread.run_sync(survey, limiter=context.survey_threads)
 
 
 @router.post("/v1/reindex")

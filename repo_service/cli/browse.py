@@ -253,6 +253,7 @@ def _facts(info: ArtifactInfo, manifest: Manifest) -> list[tuple[str, str]]:
         ("namespace", info.namespace),
         ("tags", ", ".join(info.tags) or "none"),
         ("created", output.moment(info.created_at)),
+        ("last used", "never" if info.last_used_at is None else output.moment(info.last_used_at)),
         ("tokens", f"{info.token_count:,} in {blocks} of {info.block_tokens}{', ids private' * info.private_tokens}"),
         ("size", f"{output.size(info.total_bytes)}, {output.size(manifest.state_bytes)} of it state"),
         ("exactness", exactness.kind if exactness.codec is None else f"lossy: {exactness.codec}, {exactness.error}"),

@@ -16,6 +16,14 @@ def print_json(value: Any) -> None:
     print(json.dumps(value), flush=True)
 
 
+def print_either(value: Any, text: str, as_json: bool) -> None:
+    """A result as JSON, or the text that says the same to people."""
+    if as_json:
+        print_json(value)
+    else:
+        print(text)
+
+
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns as wide as their content, wherever the output goes; the last one is not padded."""
     lines = [list(header), *(list(map(printable, row)) for row in rows)]

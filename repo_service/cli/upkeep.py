@@ -1,4 +1,4 @@
-"""Commands that run and change a repository: ``serve``, ``tag``, ``rm``, ``reindex``."""
+"""Commands that run and change a repository: ``serve``, ``tag``, ``rm``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from repo_service.cli import errors, output, progress
+from repo_service.cli import output
 from repo_service.cli.options import (
     DEFAULT_REPO,
     REPO_VARIABLE,
@@ -26,7 +26,6 @@ def register(app: typer.Typer) -> None:
     app.command("serve", epilog="\b\nExample: kvgraft serve --repo file:///srv/kvgraft --port 8750")(serve)
     app.command("tag", epilog="\b\nExample: kvgraft tag sha256:3f9a1c0e handbook")(tag)
     app.command("rm", epilog="\b\nExample: kvgraft rm sha256:3f9a1c0e")(rm)
-    app.command("reindex", epilog="\b\nExample: kvgraft reindex --repo file:///srv/kvgraft")(reindex)
 
 
 def serve(
@@ -94,10 +93,10 @@ def tag(
     with open_named(repo, token) as repository:
         if ref is not None and name is not None:
             info = repository.set_tag(namespace, name, repository.artifact(ref, namespace).id)
-            _print(info.model_dump(mode="json"), f"{info.name} is {info.artifact_id}", as_json)
+            output.print_either(info.model_dump(mode="json"), f"{info.name} is {info.artifact_id}", as_json)
         elif delete is not None:
             repository.delete_tag(namespace, delete)
-            _print({"namespace": namespace, "deleted": delete}, f"deleted the tag {delete}", as_json)
+            output.print_either({"namespace": namespace, "deleted": delete}, f"deleted the tag {delete}", as_json)
         else:
             tags = repository.tags(namespace)
             if as_json:
@@ -122,25 +121,4 @@ def rm(
         report = repository.delete(repository.artifact(ref, namespace).id, namespace)
     tags = f", its tags {', '.join(report.tags)}" if report.tags else ""
     freed = f"{output.count(report.chunks, 'chunk')} freed, {output.size(report.bytes)}"
-    _print(report.model_dump(mode="json"), f"deleted {report.artifact_id}{tags}; {freed}", as_json)
-
-
-def reindex(repo: Repo = DEFAULT_REPO, token: Token = None, as_json: Json = False) -> None:
-    """Rebuild the SQL index from the store.
-
-    Exits with 1 if something in the store could not be read; the rest is indexed.
-    """
-    with open_named(repo, token) as repository, progress.shown("rebuilding the index"):
-        report = repository.reindex()
-    found = f"{output.count(report.artifacts, 'artifact')}, {output.count(report.blocks, 'block')}, {output.count(report.chunks, 'chunk')}, {output.count(report.tags, 'tag')}, {output.count(report.divergences, 'divergence')}"
-    unread = "".join(f"\nunreadable: {key}" for key in report.corrupt)
-    _print(report.model_dump(mode="json"), f"indexed {found}{unread}", as_json)
-    if report.corrupt:
-        raise typer.Exit(errors.INEXACT)
-
-
-def _print(value: dict[str, Any], text: str, as_json: bool) -> None:
-    if as_json:
-        output.print_json(value)
-    else:
-        print(text)
+    output.print_either(report.model_dump(mode="json"), f"deleted {report.artifact_id}{tags}; {freed}", as_json)

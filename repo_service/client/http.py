@@ -26,6 +26,7 @@ from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import MAX_CHUNK_BYTES, ChunkSpec
 from repo_service.domain.manifest import MAX_MANIFEST_BYTES, Manifest
 from repo_service.domain.names import check_namespace, check_tag, is_artifact_reference
+from repo_service.domain.policy import Policy, policy_of
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.views import (
@@ -39,6 +40,7 @@ from repo_service.domain.views import (
     PushOffer,
     ReindexReport,
     RepositoryInfo,
+    ScrubReport,
     Stats,
     StorageReport,
     TagInfo,
@@ -48,8 +50,8 @@ MAX_ANSWER_BYTES = 64 * 2**20
 
 OCTETS = "application/octet-stream"
 
-# Offers stay well below the service's limit on JSON bodies, unless one record alone is larger.
-_OFFER_BYTES = 8 * 2**20
+# Offers stay well below the service's limits on JSON bodies, which count values too, unless one record alone is larger.
+_OFFER_BYTES = 2 * 2**20
 _OFFER_RECORDS = 1000
 
 # Checks, rebuilds and commits answer when all is read, hashed or durable.
@@ -156,6 +158,12 @@ class HttpRepository(Repository):
     def stats(self, namespace: str) -> Stats:
         return self._ask(Stats, "GET", f"{_place(namespace)}/stats")
 
+    def policy(self, namespace: str) -> Policy:
+        return self._ask(Policy, "GET", f"{_place(namespace)}/policy")
+
+    def set_policy(self, namespace: str, policy: Policy) -> Policy:
+        return self._ask(Policy, "PUT", f"{_place(namespace)}/policy", policy_of(dict(policy)).model_dump())
+
     def divergences(self, namespace: str) -> list[Divergence]:
         return self._ask(list[Divergence], "GET", f"{_place(namespace)}/divergences")
 
@@ -165,6 +173,10 @@ class HttpRepository(Repository):
     def collect_garbage(self, *, grace_s: float = 3600.0, dry_run: bool = False) -> GarbageReport:
         body = {"grace_ms": round(grace_s * 1000), "dry_run": dry_run}
         return self._ask(GarbageReport, "POST", "/v1/gc", body, read_s=_SURVEY_S)
+
+    def scrub(self, *, bytes_per_s: float | None = None) -> ScrubReport:
+        body = {"bytes_per_s": None if bytes_per_s is None else max(1, round(bytes_per_s))}
+        return self._ask(ScrubReport, "POST", "/v1/scrub", body, again=False, read_s=_SURVEY_S)
 
     def close(self) -> None:
         self._transport.close()

@@ -16,6 +16,7 @@ from repo_service.domain.errors import (
     InvalidInput,
     KvgraftError,
     NotFound,
+    QuotaExceeded,
     RepositoryError,
     TagNotFound,
     Unavailable,
@@ -300,7 +301,8 @@ class _Run:
             self._source.namespaces()
             self._destination.namespaces()
             return False
-        return isinstance(error, (RepositoryError, AccessDenied))
+        # A quota is one namespace's.
+        return isinstance(error, (RepositoryError, AccessDenied)) and not isinstance(error, QuotaExceeded)
 
     def _fail(self, namespace: str, artifact_id: str, error: KvgraftError) -> None:
         """Note why an artifact is not whole at the destination; the first reason is kept."""

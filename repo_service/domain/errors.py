@@ -30,6 +30,7 @@
     │   ├── NotARepository
     │   ├── NewerFormat          a store written by a later format version
     │   ├── StorageFull
+    │   │   └── QuotaExceeded    a push beyond what its namespace may hold
     │   ├── Unavailable          the service or its storage does not answer
     │   └── ServiceError         an answer from the service that no client understands
     ├── AccessDenied             a request without the rights it needs
@@ -180,6 +181,10 @@ class NewerFormat(RepositoryError):
 
 class StorageFull(RepositoryError):
     code = "storage_full"
+
+
+class QuotaExceeded(StorageFull):
+    code = "quota_exceeded"
 
 
 class Unavailable(RepositoryError):

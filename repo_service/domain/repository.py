@@ -14,6 +14,7 @@ from repo_service.domain.errors import KvgraftError
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
+from repo_service.domain.policy import Policy
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.views import (
     ArtifactInfo,
@@ -25,6 +26,7 @@ from repo_service.domain.views import (
     Match,
     ReindexReport,
     RepositoryInfo,
+    ScrubReport,
     Stats,
     StorageReport,
     TagInfo,
@@ -49,6 +51,8 @@ class Push(ABC):
         ------
         Divergence
             If a block key already has other bytes (I2); it is recorded.
+        QuotaExceeded
+            If the namespace would hold more than it may; the push is over, and what it sent is freed.
         """
 
     @abstractmethod
@@ -161,6 +165,19 @@ class Repository(ABC):
     def stats(self, namespace: str) -> Stats: ...
 
     @abstractmethod
+    def policy(self, namespace: str) -> Policy:
+        """What the namespace keeps and may hold; without a policy, all of it and as much as comes.
+
+        Raises
+        ------
+        DocumentCorrupt
+        """
+
+    @abstractmethod
+    def set_policy(self, namespace: str, policy: Policy) -> Policy:
+        """Give the namespace a policy, in place of the one it has; garbage collection applies it."""
+
+    @abstractmethod
     def divergences(self, namespace: str) -> list[Divergence]:
         """Recorded divergences, newest first, at most 1,000."""
 
@@ -170,7 +187,7 @@ class Repository(ABC):
 
     @abstractmethod
     def collect_garbage(self, *, grace_s: float = 3600.0, dry_run: bool = False) -> GarbageReport:
-        """Recover what crashes left, end abandoned pushes, and remove what no artifact and no push needs.
+        """Recover what crashes left, apply the policies, end abandoned pushes, and remove what nothing needs.
 
         Parameters
         ----------
@@ -178,6 +195,19 @@ class Repository(ABC):
             Objects of the store that the index does not know are removed when they are older, in seconds.
         dry_run
             Only say what would be done.
+        """
+
+    @abstractmethod
+    def scrub(self, *, bytes_per_s: float | None = None) -> ScrubReport:
+        """Read and verify everything that published artifacts need, where the bytes are.
+
+        What is damaged is copied aside and named; sealed documents are written again at once, the
+        rest is healed by the next push of an artifact that needs it.
+
+        Parameters
+        ----------
+        bytes_per_s
+            Most bytes of chunks to read in a second.
         """
 
     @abstractmethod

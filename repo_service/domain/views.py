@@ -45,6 +45,11 @@ class ArtifactInfo(View):
     exactness: Literal["exact", "lossy"]
     parent: str | None
     created_at: datetime
+    last_used_at: datetime | None = Field(
+        default=None,
+        description="Read, matched, or found by an index that did not know it; to within ten minutes. Null if not "
+        "since it was published.",
+    )
     total_bytes: int = Field(description="Bytes of all chunks the artifact refers to, tokens included.")
     annotations: dict[str, str]
     tags: list[str]
@@ -226,7 +231,33 @@ class GarbageReport(View):
     temp_files: int
     bytes: int = Field(description="Bytes of chunks freed.")
     unreadable: list[str] = Field(
-        description="Entries that can't be read. While there are any, only what the index itself let go is removed: "
-        "what no row knows may be theirs."
+        description="Entries and policies that can't be read. While there are such entries, only what the index "
+        "itself let go is removed: what no row knows may be theirs. A policy that can't be read lets nothing go."
     )
     removed: list[Removed] = Field(description="The first 1,000 things removed; all of them are in the audit log.")
+
+
+class Damage(View):
+    """Something stored that does not verify, or is gone."""
+
+    kind: Literal["entry", "tag", "divergence", "manifest", "block record", "chunk"]
+    name: str = Field(description="Store key of an entry, tag or divergence; artifact id, block key or digest.")
+    namespace: str | None = None
+    artifacts: list[tuple[str, str]] = Field(description="Namespace and id of the artifacts that need it.")
+    quarantined: str | None = Field(description="Where the damaged bytes were put; None if there were none.")
+    healed: bool = Field(description="Written again from the index.")
+
+
+class ScrubReport(View):
+    """What reading and verifying everything that is stored found."""
+
+    artifacts: int
+    block_records: int
+    chunks: int
+    bytes: int = Field(description="Bytes of chunks read.")
+    damage: list[Damage]
+
+    @property
+    def touched(self) -> list[tuple[str, str]]:
+        """Namespace and id of the artifacts that can't be read whole."""
+        return sorted({artifact for item in self.damage if not item.healed for artifact in item.artifacts})

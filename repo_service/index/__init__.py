@@ -6,6 +6,19 @@ from repo_service.index.orphans import Objects
 from repo_service.index.pushes import Offered, PushRow
 from repo_service.index.rebuild import Rebuilt
 from repo_service.index.reclaim import Reclaimable
+from repo_service.index.retention import LetGo
 from repo_service.index.unsettled import ENTRY, TAG, Noted
 
-__all__ = ["ENTRY", "TAG", "Entry", "Index", "Noted", "Objects", "Offered", "PushRow", "Rebuilt", "Reclaimable"]
+__all__ = [
+    "ENTRY",
+    "TAG",
+    "Entry",
+    "Index",
+    "LetGo",
+    "Noted",
+    "Objects",
+    "Offered",
+    "PushRow",
+    "Rebuilt",
+    "Reclaimable",
+]

@@ -25,6 +25,7 @@ BUSY_SECONDS = 30
 READERS = 16
 _MEMORY = ":memory:"
 _MODE = "kvgraft_mode"
+_WAIT = "kvgraft_wait"
 
 # NORMAL may lose the last transactions in a power loss, in order and whole; FULL may not.
 _BEGIN = {
@@ -70,6 +71,10 @@ class Database:
         """The write lock, for bookkeeping that a power loss may undo."""
         return self._write("write")
 
+    def write_soon(self, seconds: float) -> AbstractContextManager[Connection]:
+        """As `write`, for what can be left undone: `Unavailable` if the lock is not free within ``seconds``."""
+        return self._write("write", seconds)
+
     def write_durably(self) -> AbstractContextManager[Connection]:
         """The write lock; what is committed survives a power loss."""
         return self._write("durable")
@@ -85,14 +90,16 @@ class Database:
         self._reader.dispose(close=False)
 
     @contextmanager
-    def _write(self, mode: str) -> Iterator[Connection]:
-        with self._line.turn(BUSY_SECONDS), _transaction(self._writer, mode) as connection:
+    def _write(self, mode: str, seconds: float | None = None) -> Iterator[Connection]:
+        wait = BUSY_SECONDS if seconds is None else seconds
+        with self._line.turn(wait), _transaction(self._writer, mode, wait) as connection:
             yield connection
 
 
 @contextmanager
-def _transaction(engine: Engine, mode: str) -> Iterator[Connection]:
-    with translated(), engine.connect().execution_options(**{_MODE: mode}) as connection, connection.begin():
+def _transaction(engine: Engine, mode: str, seconds: float | None = None) -> Iterator[Connection]:
+    options = {_MODE: mode, _WAIT: seconds}
+    with translated(), engine.connect().execution_options(**options) as connection, connection.begin():
         yield connection
 
 
@@ -132,7 +139,10 @@ def _only_read(connection: sqlite3.Connection, _record: Any) -> None:
 
 def _begin(connection: Connection) -> None:
     driver: Any = connection.connection.driver_connection
-    for statement in _BEGIN[connection.get_execution_options()[_MODE]]:
+    options = connection.get_execution_options()
+    if options[_WAIT] is not None:
+        driver.execute(f"PRAGMA busy_timeout={round(options[_WAIT] * 1000)}")
+    for statement in _BEGIN[options[_MODE]]:
         driver.execute(statement)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Self
 
+from repo_service.domain.digest import SHA256, format_digest
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.record import BlockRecord
@@ -18,11 +18,8 @@ from repo_service.index import (
     meta,
     migrate,
     namespaces,
-    orphans,
     publishing,
     pushes,
-    rebuild,
-    reclaim,
     search,
     stats,
     tags,
@@ -30,22 +27,17 @@ from repo_service.index import (
 )
 from repo_service.index.engine import Database
 from repo_service.index.entry import Entry
-from repo_service.index.orphans import Objects
 from repo_service.index.pushes import Offered, PushRow
-from repo_service.index.rebuild import Rebuilt
-from repo_service.index.reclaim import Reclaimable, Remove
-from repo_service.index.unsettled import ENTRY, TAG, Look, Noted
+from repo_service.index.unsettled import ENTRY, TAG, Noted
+from repo_service.index.upkeep import USES_S, Upkeep
+from repo_service.index.uses import Uses
 
 
 def _nothing(_: Any) -> None:
     """What is written down where a caller keeps no store."""
 
 
-class _Undone(Exception):
-    """Takes a transaction back."""
-
-
-class Index:
+class Index(Upkeep):
     """What is known about a repository, in SQL; it can be rebuilt from the store (I5).
 
     Safe to use from several threads and processes at once. Besides the errors each method lists,
@@ -55,6 +47,7 @@ class Index:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._uses = Uses(database)
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -78,6 +71,7 @@ class Index:
         return cls(database)
 
     def close(self) -> None:
+        self._uses.write(USES_S)
         self._database.close()
 
     def __enter__(self) -> Self:
@@ -110,7 +104,13 @@ class Index:
         with self._database.read() as connection:
             return pushes.find(connection, push_id)
 
-    def offer(self, push_id: str, records: Sequence[BlockRecord], specs: Mapping[str, ChunkSpec]) -> Offered:
+    def offer(
+        self,
+        push_id: str,
+        records: Sequence[BlockRecord],
+        specs: Mapping[str, ChunkSpec],
+        quota: int | None = None,
+    ) -> Offered:
         """Remember what a push will commit, and say which chunks it must send.
 
         A chunk is missing unless it arrived before in this namespace and is still there. If a record
@@ -122,15 +122,19 @@ class Index:
             Block records; none where only the chunks of a ``tokens`` array are offered.
         specs
             Every chunk offered, those of ``records`` included, in the order they are to be sent.
+        quota
+            Most bytes that the namespace may hold, if there is a limit.
 
         Raises
         ------
         PushNotFound
+        QuotaExceeded
+            If something is missing that would not fit; nothing of this offer is remembered.
         MalformedDocument
             If a chunk is there with another dtype or shape.
         """
         with self._database.write() as connection:
-            return pushes.offer(connection, push_id, records, specs)
+            return pushes.offer(connection, push_id, records, specs, quota)
 
     def wanted(self, push_id: str, digest: str) -> ChunkSpec:
         """What a chunk of a push must be; raises `PushNotFound`, or `ChunkNotFound` if no offer named it."""
@@ -185,107 +189,27 @@ class Index:
         Divergence
             If a block is published with another record.
         """
-        with unsettled.noted(self._database, Noted(ENTRY, entry.namespace, entry.manifest.id)) as connection:
-            publishing.publish(connection, entry)
-            info = lookup.artifact(connection, entry.namespace, entry.manifest.id)
-            write(info)
+        with unsettled.noted(self._database, Noted(ENTRY, entry.namespace, entry.manifest.id)) as both:
+            publishing.publish(both.connection, entry)
+            info = lookup.artifact(both.connection, entry.namespace, entry.manifest.id)
+            both.write(write, info)
             return info
 
-    def unpublish(self, namespace: str, artifact_id: str, write: Callable[[list[str]], None] = _nothing) -> list[str]:
-        """Remove an artifact and return the names of the tags that went with it.
+    def unpublish(
+        self, namespace: str, artifact_id: str, write: Callable[[ArtifactInfo], None] = _nothing
+    ) -> list[str]:
+        """Remove an artifact and return the names of the tags that went with it; ``write`` is told what it was.
 
         Raises
         ------
         ArtifactNotFound
         """
-        with unsettled.noted(self._database, Noted(ENTRY, namespace, artifact_id)) as connection:
-            names = publishing.unpublish(connection, namespace, artifact_id)
-            write(names)
-            return names
-
-    def unsettled(self) -> bool:
-        """True if a process may have ended between writing to the store and to the index."""
-        with self._database.read() as connection:
-            return unsettled.left(connection)
-
-    def settle(self, look: Look, remove: Callable[[Noted], None], found: Iterable[Noted] = ()) -> list[Noted]:
-        """Make the index say what the store says, wherever a process ended between the two.
-
-        Parameters
-        ----------
-        look
-            Reads a document, or None if there is none; called under the write lock.
-        remove
-            Deletes a tag's document whose artifact is gone.
-        found
-            Documents to look at besides those where a process ended.
-        """
-        with self._database.write_durably() as connection:
-            return unsettled.settle(connection, look, remove, found)
-
-    def reclaim(self, remove: Remove) -> tuple[int, int]:
-        """Free the chunks and block records that no artifact and no running push of any namespace needs.
-
-        Parameters
-        ----------
-        remove
-            Called, maybe several times, with ``(namespace, key)`` of block records and with chunk
-            digests to remove from the store, while the write lock is held; it must not use the index.
-            If it raises, what was listed stays reclaimable.
-
-        Returns
-        -------
-        tuple
-            Number of chunks freed and their bytes.
-        """
-        with self._database.write_durably() as connection:
-            reclaim.doom(connection)
-        count = size = 0
-        more = True
-        while more:
-            with self._database.write_durably() as connection:
-                batch = reclaim.reclaim(connection, remove)
-            count, size, more = count + batch.chunks, size + batch.bytes, batch.more
-        return count, size
-
-    def reclaimable(self, now: datetime) -> Reclaimable:
-        """What `expire_pushes` and `reclaim` would do; nothing is changed."""
-        with suppress(_Undone), self._database.write() as connection:
-            expired = pushes.expire(connection, now)
-            reclaim.doom(connection)
-            found = reclaim.listed(connection, expired)
-            raise _Undone
-        return found
-
-    def unindexed(self, documents: Sequence[Noted]) -> list[Noted]:
-        """Those of the store's documents that no row stands for."""
-        with self._database.read() as connection:
-            return orphans.unindexed(connection, documents)
-
-    def orphans(self, objects: Objects) -> Objects:
-        """Those of the store's objects that no row knows: no artifact, no running push, nothing about to be reclaimed."""
-        with self._database.read() as connection:
-            return orphans.unknown(connection, objects)
-
-    def sweep(self, objects: Objects, remove: Callable[[Objects], None]) -> None:
-        """Have those of the objects removed that no row knows, while the write lock is held."""
-        with self._database.write() as connection:
-            remove(orphans.unknown(connection, objects))
-
-    def rebuild(self, entries: Iterable[Entry], tags: Iterable[TagInfo], divergences: Iterable[Divergence]) -> Rebuilt:
-        """Replace everything that is derived from the store, in one transaction.
-
-        Pass generators that list the store only when iterated: that happens under the write lock,
-        and a listing made before it could miss an artifact published meanwhile. They must not use
-        the index.
-
-        Raises
-        ------
-        Divergence, MalformedDocument
-            If two entries contradict each other; the index is then unchanged.
-        """
-        with self._database.write_durably() as connection:
-            return rebuild.rebuild(connection, entries, tags, divergences)
+        with unsettled.noted(self._database, Noted(ENTRY, namespace, artifact_id)) as both:
+            publishing.require_artifact(both.connection, namespace, artifact_id)
+            info = lookup.artifact(both.connection, namespace, artifact_id)
+            publishing.unpublish(both.connection, namespace, artifact_id)
+            both.write(write, info)
+            return info.tags
 
     def artifact(self, namespace: str, ref: str) -> ArtifactInfo:
         """The artifact with an id, a shortened id, or a tag.
@@ -297,15 +221,23 @@ class Index:
         with self._database.read() as connection:
             return lookup.artifact(connection, namespace, ref)
 
-    def artifact_id(self, namespace: str, ref: str) -> str:
+    def artifact_id(self, namespace: str, ref: str, *, used: bool = False) -> str:
         """The whole id of the artifact with an id, a shortened id, or a tag.
+
+        Parameters
+        ----------
+        used
+            Note that the artifact is used.
 
         Raises
         ------
         ArtifactNotFound, TagNotFound, Ambiguous, MalformedName
         """
         with self._database.read() as connection:
-            return lookup.artifact_id(connection, namespace, ref)
+            row = lookup.find(connection, namespace, ref)
+        if used:
+            self._uses.note(namespace, row.digest, row.last_used_at)
+        return format_digest(SHA256, row.digest)
 
     def published_record(self, namespace: str, key: str) -> str | None:
         """Digest of the record that a block key is published with, if any."""
@@ -318,9 +250,16 @@ class Index:
             return lookup.holds_chunk(connection, namespace, artifact_id, digest)
 
     def match(self, namespace: str, keys: Sequence[str]) -> Match | None:
-        """The longest published prefix among the chained block keys of one token sequence, in one query."""
+        """The longest published prefix among the chained block keys of one token sequence, in one query.
+
+        The artifact that holds it is noted as used.
+        """
         with self._database.read() as connection:
-            return lookup.match(connection, namespace, keys)
+            row = lookup.match(connection, namespace, keys)
+        if row is None:
+            return None
+        self._uses.note(namespace, row.digest, row.last_used_at)
+        return Match(artifact_id=format_digest(SHA256, row.digest), blocks=row.low, tokens=row.stop)
 
     def query(self, query: ArtifactQuery) -> ArtifactPage:
         """One page of the artifacts that meet every condition.
@@ -356,16 +295,18 @@ class Index:
         write: Callable[[TagInfo], None] = _nothing,
     ) -> TagInfo:
         """Make a tag, or move it; raises `ArtifactNotFound`."""
-        with unsettled.noted(self._database, Noted(TAG, namespace, name)) as connection:
-            tag = tags.set_tag(connection, namespace, name, artifact_id, updated_at)
-            write(tag)
+        with unsettled.noted(self._database, Noted(TAG, namespace, name)) as both:
+            tag = tags.set_tag(both.connection, namespace, name, artifact_id, updated_at)
+            both.write(write, tag)
             return tag
 
     def delete_tag(self, namespace: str, name: str, write: Callable[[None], None] = _nothing) -> None:
         """Remove a tag; raises `TagNotFound`."""
-        with unsettled.noted(self._database, Noted(TAG, namespace, name)) as connection:
-            tags.delete_tag(connection, namespace, name)
-            write(None)
+        with self._database.read() as connection:
+            tags.require(connection, namespace, name)
+        with unsettled.noted(self._database, Noted(TAG, namespace, name)) as both:
+            tags.delete_tag(both.connection, namespace, name)
+            both.write(write, None)
 
     def record_divergence(self, divergence: Divergence) -> None:
         """Keep a divergence; one with an id that is kept already changes nothing."""

@@ -23,7 +23,7 @@ from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_dige
 from repo_service.domain.errors import Ambiguous, ArtifactNotFound, ChunkNotFound
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.names import is_artifact_reference
-from repo_service.domain.views import ArtifactInfo, Match
+from repo_service.domain.views import ArtifactInfo
 from repo_service.index import chunks, times
 from repo_service.index.dialect import DIGEST_BYTES, digest_at
 from repo_service.index.models import (
@@ -51,15 +51,11 @@ _AMBIGUOUS_SHOWN = 10
 
 def artifact(connection: Connection, namespace: str, ref: str) -> ArtifactInfo:
     """The artifact with an id, a shortened id, or a tag."""
-    return infos(connection, [_find(connection, namespace, ref)])[0]
+    return infos(connection, [find(connection, namespace, ref)])[0]
 
 
-def artifact_id(connection: Connection, namespace: str, ref: str) -> str:
-    """The whole id of the artifact with an id, a shortened id, or a tag."""
-    return format_digest(SHA256, _find(connection, namespace, ref).digest)
-
-
-def _find(connection: Connection, namespace: str, ref: str) -> Row[*tuple[Any, ...]]:
+def find(connection: Connection, namespace: str, ref: str) -> Row[*tuple[Any, ...]]:
+    """The row of the artifact with an id, a shortened id, or a tag."""
     rows = connection.execute(_by_reference(namespace, ref).limit(_AMBIGUOUS_SHOWN)).all()
     if not rows and not is_artifact_reference(ref):
         raise tag_not_found(namespace, ref)
@@ -101,6 +97,7 @@ def infos(connection: Connection, rows: Sequence[Row[*tuple[Any, ...]]]) -> list
             exactness=row.exactness,
             parent=None if row.parent is None else format_digest(SHA256, row.parent),
             created_at=times.from_microseconds(row.created_at),
+            last_used_at=None if row.last_used_at is None else times.from_microseconds(row.last_used_at),
             total_bytes=row.total_bytes,
             annotations=dict(sorted(annotations[row.id].items())),
             tags=tags[row.id],
@@ -135,12 +132,10 @@ def holds_chunk(connection: Connection, namespace: str, artifact_id: str, digest
     return chunks.spec_of(row)
 
 
-def match(connection: Connection, namespace: str, keys: Sequence[str]) -> Match | None:
+def match(connection: Connection, namespace: str, keys: Sequence[str]) -> Row[*tuple[Any, ...]] | None:
+    """The artifact that holds the longest prefix: its digest and last use, and how far it goes."""
     packed = b"".join(parse_digest(key, SHA256) for key in keys)
-    row = connection.execute(_MATCH, {"namespace": namespace, "keys": packed, "count": len(keys)}).first()
-    if row is None:
-        return None
-    return Match(artifact_id=format_digest(SHA256, row.digest), blocks=row.low, tokens=row.stop)
+    return connection.execute(_MATCH, {"namespace": namespace, "keys": packed, "count": len(keys)}).first()
 
 
 def _by_reference(namespace: str, ref: str) -> Select[*tuple[Any, ...]]:
@@ -200,7 +195,7 @@ def _match_statement() -> Select[*tuple[Any, ...]]:
         .scalar_subquery()
     )
     return (
-        select(search.c.low, Block.stop, Artifact.digest)
+        select(search.c.low, Block.stop, Artifact.digest, Artifact.last_used_at)
         .join(Block, (Block.namespace == namespace) & (Block.key == digest_at(packed, position)))
         .join(Artifact, Artifact.id == holder)
         .where(search.c.low == search.c.high, search.c.low > 0)

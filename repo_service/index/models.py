@@ -33,7 +33,8 @@ class ChunkState(IntEnum):
     A chunk is AWAITED from the first offer until its bytes arrive, STORED while only pushes refer to
     it, PUBLISHED while an artifact does, LOOSE once nothing does. It is DOOMED before any of its bytes
     go, so that a crash in the middle of reclaiming leaves no row that promises bytes which are gone.
-    An awaited chunk that nothing refers to any more is ABANDONED: bytes may have come unrecorded.
+    An awaited chunk that nothing refers to any more is ABANDONED: bytes may have come unrecorded. A
+    chunk whose bytes were found damaged is AWAITED again, whoever refers to it.
     Rows from DOOMED on are reclaimed.
     """
 

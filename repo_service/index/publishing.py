@@ -77,10 +77,11 @@ def publish(connection: Connection, entry: Entry) -> None:
     _insert(connection, entry, known)
 
 
-def restore(connection: Connection, entry: Entry) -> None:
+def restore(connection: Connection, entry: Entry, last_used_at: int | None) -> None:
     """Add an artifact found in the store, whose word is taken for its chunks."""
     if artifact_row_id(connection, entry.namespace, entry.manifest.id) is None:
-        _insert(connection, entry, chunks.ensure(connection, entry.namespace, entry.specs(), proven=True))
+        known = chunks.ensure(connection, entry.namespace, entry.specs(), proven=True)
+        _insert(connection, entry, known, last_used_at)
 
 
 def unpublish(connection: Connection, namespace: str, artifact_id: str) -> list[str]:
@@ -136,9 +137,11 @@ def require_artifact(connection: Connection, namespace: str, artifact_id: str) -
     return row_id
 
 
-def _insert(connection: Connection, entry: Entry, known: Mapping[bytes, KnownChunk]) -> None:
+def _insert(
+    connection: Connection, entry: Entry, known: Mapping[bytes, KnownChunk], last_used_at: int | None = None
+) -> None:
     block_ids = _insert_blocks(connection, entry, known)
-    row_id = _insert_artifact(connection, entry)
+    row_id = _insert_artifact(connection, entry, last_used_at)
     insert_many(
         connection,
         (ArtifactBlock.artifact_id, ArtifactBlock.position, ArtifactBlock.block_id),
@@ -166,7 +169,7 @@ def _insert(connection: Connection, entry: Entry, known: Mapping[bytes, KnownChu
     chunks.set_state(connection, unpublished, ChunkState.PUBLISHED)
 
 
-def _insert_artifact(connection: Connection, entry: Entry) -> int:
+def _insert_artifact(connection: Connection, entry: Entry, last_used_at: int | None) -> int:
     manifest = entry.manifest
     return connection.execute(
         insert(Artifact)
@@ -181,6 +184,7 @@ def _insert_artifact(connection: Connection, entry: Entry) -> int:
             exactness=manifest.exactness.kind,
             parent=None if manifest.parent is None else parse_digest(manifest.parent, SHA256),
             created_at=times.to_microseconds(entry.created_at),
+            last_used_at=last_used_at,
             total_bytes=sum(spec.size for spec in entry.specs().values()),
             token_head=None if entry.tokens is None else tokens.head(encode_tokens(entry.tokens[: tokens.HEAD_TOKENS])),
         )

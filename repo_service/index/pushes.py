@@ -18,7 +18,7 @@ from repo_service.domain.errors import ChunkNotFound, Conflict, MalformedDocumen
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.record import BlockRecord
-from repo_service.index import chunks, times
+from repo_service.index import chunks, quota, times
 from repo_service.index.dialect import bound, digest_list, insert_many, insert_new
 from repo_service.index.models import Block, Chunk, ChunkState, LooseRecord, PushBlock, PushChunk, PushRecord
 
@@ -90,7 +90,13 @@ def find(connection: Connection, name: str) -> PushRow:
     return PushRow(row.namespace, Fingerprint(sections))
 
 
-def offer(connection: Connection, name: str, records: Sequence[BlockRecord], specs: Mapping[str, ChunkSpec]) -> Offered:
+def offer(
+    connection: Connection,
+    name: str,
+    records: Sequence[BlockRecord],
+    specs: Mapping[str, ChunkSpec],
+    limit: int | None = None,
+) -> Offered:
     push = _live(connection, name)
     divergent = _divergent(connection, push.namespace, records)
     if divergent:
@@ -119,7 +125,10 @@ def offer(connection: Connection, name: str, records: Sequence[BlockRecord], spe
         overwrite=True,
     )
     _extend(connection, push)
-    return Offered([digest for digest in specs if not known[parse_digest(digest, BLAKE3)].present], [])
+    missing = [digest for digest in specs if not known[parse_digest(digest, BLAKE3)].present]
+    if missing and limit is not None:
+        quota.check(connection, push.namespace, push.id, limit)
+    return Offered(missing, [])
 
 
 def wanted(connection: Connection, name: str, digest: str) -> ChunkSpec:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, delete, exists, func, select, update
 
+from repo_service.domain.digest import SHA256, parse_digest
 from repo_service.domain.views import Divergence, TagInfo
 from repo_service.index import divergences as divergence_rows
-from repo_service.index import publishing
+from repo_service.index import publishing, times
 from repo_service.index import tags as tag_rows
 from repo_service.index.dialect import table_of
 from repo_service.index.entry import Entry
@@ -63,11 +64,18 @@ def rebuild(
     """Replace all that is derived from the store; running pushes go on.
 
     Each iterable is read only now, under the write lock, so that what was published before the lock
-    was taken is in the listing it comes from. A tag of an artifact that is not there is left out.
+    was taken is in the listing it comes from. A tag of an artifact that is not there is left out. Last
+    uses are kept; an artifact that the index did not know may have been used a moment ago.
     """
+    uses = {
+        (row.namespace, row.digest): row.last_used_at
+        for row in connection.execute(select(Artifact.namespace, Artifact.digest, Artifact.last_used_at))
+    }
+    unknown = times.now()
     _clear(connection)
     for entry in entries:
-        publishing.restore(connection, entry)
+        digest = parse_digest(entry.manifest.id, SHA256)
+        publishing.restore(connection, entry, uses.get((entry.namespace, digest), unknown))
     for tag in tags:
         if publishing.artifact_row_id(connection, tag.namespace, tag.artifact_id) is not None:
             tag_rows.set_tag(connection, tag.namespace, tag.name, tag.artifact_id, tag.updated_at)
@@ -92,3 +100,4 @@ def _clear(connection: Connection) -> None:
     connection.execute(update(Chunk).where(Chunk.state == ChunkState.LOOSE).values(state=ChunkState.DOOMED))
     # Bytes of an artifact that can't be read just now are forgotten here, but not reclaimed.
     connection.execute(delete(Chunk).where(Chunk.state == ChunkState.PUBLISHED))
+    connection.execute(delete(Chunk).where(Chunk.state == ChunkState.AWAITED, ~pushed))

@@ -50,6 +50,12 @@ def set_tag(connection: Connection, namespace: str, name: str, artifact_id: str,
     )
 
 
+def require(connection: Connection, namespace: str, name: str) -> None:
+    """Raises `TagNotFound`."""
+    if connection.execute(select(Tag.name).where(Tag.namespace == namespace, Tag.name == name)).first() is None:
+        raise tag_not_found(namespace, name)
+
+
 def delete_tag(connection: Connection, namespace: str, name: str) -> None:
     if not connection.execute(delete(Tag).where(Tag.namespace == namespace, Tag.name == name)).rowcount:
         raise tag_not_found(namespace, name)

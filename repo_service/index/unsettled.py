@@ -9,16 +9,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Connection, delete, insert, select
 
-from repo_service.domain.errors import UNREADABLE, TagNotFound
+from repo_service.domain.errors import UNREADABLE, KvgraftError, TagNotFound
 from repo_service.domain.views import TagInfo
-from repo_service.index import publishing, tags
+from repo_service.index import publishing, tags, times
 from repo_service.index.engine import Database
 from repo_service.index.entry import Entry
 from repo_service.index.models import Unsettled
+
+T = TypeVar("T")
 
 ENTRY = "entry"
 TAG = "tag"
@@ -36,19 +38,50 @@ Look = Callable[[Noted], Entry | TagInfo | None]
 """What the store holds of a document; raises one of `UNREADABLE` if that can't be read, which changes nothing."""
 
 
+class Both:
+    """A transaction of the index and what its caller writes to the store with it.
+
+    Attributes
+    ----------
+    connection
+        Under the write lock.
+    begun
+        True once the store may have changed.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.begun = False
+
+    def write(self, write: Callable[[T], None], what: T) -> None:
+        """Have the store changed; nothing but the commit comes after this."""
+        self.begun = True
+        write(what)
+
+
 @contextmanager
-def noted(database: Database, *documents: Noted) -> Iterator[Connection]:
+def noted(database: Database, *documents: Noted) -> Iterator[Both]:
     """A durable transaction in which the caller also writes ``documents`` to the store."""
     operation = uuid.uuid4().hex
-    while True:
-        with database.write_durably() as connection:
-            connection.execute(insert(Unsettled), [{"operation": operation, **d._asdict()} for d in documents])
-        with database.write_durably() as connection:
-            # Gone with the commit. If another process settled it meanwhile, before anything was written: once more.
-            gone = connection.execute(delete(Unsettled).where(Unsettled.operation == operation)).rowcount
-            if gone == len(documents):
-                yield connection
-                return
+    both = None
+    try:
+        while both is None:
+            with database.write_durably() as connection:
+                connection.execute(insert(Unsettled), [{"operation": operation, **d._asdict()} for d in documents])
+            with database.write_durably() as connection:
+                # Gone with the commit. Where another process settled it meanwhile, nothing was written: once more.
+                if _forget(connection, operation) == len(documents):
+                    both = Both(connection)
+                    yield both
+    except BaseException:
+        if both is None or not both.begun:
+            with suppress(KvgraftError), database.write() as connection:
+                _forget(connection, operation)
+        raise
+
+
+def _forget(connection: Connection, operation: str) -> int:
+    return connection.execute(delete(Unsettled).where(Unsettled.operation == operation)).rowcount
 
 
 def left(connection: Connection) -> bool:
@@ -86,7 +119,8 @@ def _settle_entry(
     connection: Connection, document: Noted, found: Entry | TagInfo | None, remove: Callable[[Noted], None]
 ) -> None:
     if isinstance(found, Entry):
-        publishing.restore(connection, found)
+        # When it was last used is not known any more: it may have been a moment ago.
+        publishing.restore(connection, found, times.now())
     elif publishing.artifact_row_id(connection, document.namespace, document.name) is not None:
         for name in publishing.unpublish(connection, document.namespace, document.name):
             remove(Noted(TAG, document.namespace, name))

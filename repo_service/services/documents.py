@@ -6,10 +6,13 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TypeVar
 
+from pydantic import ConfigDict
+
 from repo_service.domain.canonical import canonical_json, parse_loose_json
 from repo_service.domain.digest import BLAKE3, SHA256, parse_digest, sha256_digest
 from repo_service.domain.errors import DocumentCorrupt, InvalidInput
 from repo_service.domain.names import check_namespace, check_tag
+from repo_service.domain.policy import Policy
 from repo_service.domain.views import Divergence, TagInfo, View
 
 MARKER = "kvgraft.json"
@@ -19,6 +22,7 @@ ARTIFACTS = "artifacts"
 ENTRIES = "entries"
 TAGS = "tags"
 DIVERGENCES = "divergences"
+POLICIES = "policies"
 
 V = TypeVar("V", bound=View)
 
@@ -51,6 +55,10 @@ def divergence_place(divergence: Divergence) -> str:
     return f"{DIVERGENCES}/{check_namespace(divergence.namespace)}/{divergence.id}.json"
 
 
+def policy_key(namespace: str) -> str:
+    return f"{POLICIES}/{check_namespace(namespace)}.json"
+
+
 def _fanned(digest: bytes) -> str:
     text = digest.hex()
     return f"{text[:2]}/{text[2:]}"
@@ -66,6 +74,19 @@ class EntryDocument(View):
     @property
     def key(self) -> str:
         return entry_key(self.namespace, self.artifact_id)
+
+
+class PolicyDocument(View):
+    """A namespace's policy."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    namespace: str
+    policy: Policy
+
+
+def policy_place(document: PolicyDocument) -> str:
+    return policy_key(document.namespace)
 
 
 def seal(view: View) -> bytes:

@@ -1,6 +1,6 @@
 """Garbage collection: everything that no artifact and no running push needs goes, and nothing else.
 
-What goes is decided by rows, under the write lock, and never by a clock: a push that was told not to
+What needs nothing any more is decided by rows, under the write lock, and never by a clock: a push that was told not to
 send a chunk holds it by its row. Leases end pushes of clients that vanished; the grace only spares
 young objects that no row knows, and a lock tells a temp file's dead writer from a live one.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TypeVar
@@ -18,7 +18,7 @@ from typing import TypeVar
 from repo_service.domain.digest import BLAKE3, SHA256
 from repo_service.domain.errors import UNREADABLE
 from repo_service.domain.views import GarbageReport, Removed
-from repo_service.index import ENTRY, TAG, Index, Noted, Objects
+from repo_service.index import ENTRY, TAG, Index, LetGo, Noted, Objects
 from repo_service.services.documents import (
     ARTIFACTS,
     BLOCKS,
@@ -30,6 +30,7 @@ from repo_service.services.documents import (
     manifest_key,
 )
 from repo_service.services.read import read_entry
+from repo_service.services.retention import apply_policies
 from repo_service.services.settle import settle
 from repo_service.storage import Store
 
@@ -53,9 +54,16 @@ T = TypeVar("T")
 
 
 def collect_garbage(
-    store: Store, index: Index, *, grace_s: float = GRACE_S, dry_run: bool = False, sweep: bool = True
+    store: Store,
+    index: Index,
+    *,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    sweep: bool = True,
+    now: datetime | None = None,
+    withdrawn: Callable[[str, str], None] = lambda *_: None,
 ) -> GarbageReport:
-    """Recover what crashes left, end abandoned pushes, and remove what nothing needs.
+    """Recover what crashes left, apply the policies, end abandoned pushes, and remove what nothing needs.
 
     Parameters
     ----------
@@ -65,18 +73,34 @@ def collect_garbage(
         Only say what would be done.
     sweep
         Also go through all of the store for objects that no row knows.
+    now
+        The time that ages of artifacts are measured by.
+    withdrawn
+        Called with namespace and id of each artifact that a policy let go of.
     """
     removed = _Tally(dry_run)
     settled = 0 if dry_run else settle(store, index)
-    now = datetime.now(UTC)
+    today = datetime.now(UTC)
+
+    def gone(artifact: LetGo) -> None:
+        removed.note("artifact", artifact.id, artifact.reason, artifact.namespace)
+        if not dry_run:
+            withdrawn(artifact.namespace, artifact.id)
+
+    let_go, unread_policies = apply_policies(store, index, now or today, gone, dry_run=dry_run)
     size = 0
     if dry_run:
-        found = index.reclaimable(now)
-        expired, size = found.expired_pushes, sum(n for _, n in found.chunks)
-        removed.remove(store, Objects([digest for digest, _ in found.chunks], found.records), _UNNEEDED)
+        found = index.reclaimable(today)
+        freed = index.freed([artifact.row for artifact in let_go])
+        chunks = found.chunks + freed.chunks
+        expired, size = found.expired_pushes, sum(n for _, n in chunks)
+        names = [digest for digest, _ in chunks]
+        removed.remove(store, Objects(names, found.records + freed.records, freed.manifests), _UNNEEDED)
     else:
-        expired = index.expire_pushes(now)
-        _, size = index.reclaim(lambda records, chunks: removed.remove(store, Objects(chunks, records), _UNNEEDED))
+        expired = index.expire_pushes(today)
+        _, size = removed.reclaim(store, index)
+        for artifacts in _batches(iter(let_go)):
+            removed.sweep(store, index, Objects(manifests=[artifact.id for artifact in artifacts]))
     unreadable: list[str] = []
     if sweep:
         adopted, unreadable = (0, []) if dry_run else _adopt(store, index)
@@ -95,7 +119,7 @@ def collect_garbage(
         manifests=removed.counts["manifest"],
         temp_files=removed.counts["temp file"],
         bytes=size,
-        unreadable=unreadable,
+        unreadable=unreadable + unread_policies,
         removed=removed.first,
     )
 
@@ -103,9 +127,14 @@ def collect_garbage(
 def remove_unneeded(store: Store, index: Index, artifact_id: str) -> tuple[int, int]:
     """Free what nothing refers to now that an artifact is unpublished; returns the number of chunks and their bytes."""
     removed = _Tally(dry_run=False)
-    freed = index.reclaim(lambda records, chunks: removed.remove(store, Objects(chunks, records), _UNNEEDED))
-    index.sweep(Objects(manifests=[artifact_id]), lambda objects: removed.remove(store, objects, _UNNEEDED))
+    freed = removed.reclaim(store, index)
+    removed.sweep(store, index, Objects(manifests=[artifact_id]))
     return freed
+
+
+def remove_loose(store: Store, index: Index) -> None:
+    """Free the chunks and block records that nothing refers to."""
+    _Tally(dry_run=False).reclaim(store, index)
 
 
 class _Tally:
@@ -130,8 +159,17 @@ class _Tally:
             if not store.exists(key):
                 continue
             if not self.dry_run:
-                store.delete(key)
+                # Brought back by a power loss it is garbage again.
+                store.delete(key, durable=False)
             self.note(kind, name, reason, namespace)
+
+    def reclaim(self, store: Store, index: Index) -> tuple[int, int]:
+        """Remove the chunks and block records that nothing refers to; returns the number of chunks and their bytes."""
+        return index.reclaim(lambda records, chunks: self.remove(store, Objects(chunks, records), _UNNEEDED))
+
+    def sweep(self, store: Store, index: Index, objects: Objects) -> None:
+        """Remove those of the objects that no row knows."""
+        index.sweep(objects, lambda unknown: self.remove(store, unknown, _UNNEEDED))
 
 
 def _adopt(store: Store, index: Index) -> tuple[int, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import NoReturn
@@ -15,6 +15,7 @@ from repo_service.domain.errors import (
     ChunksMissing,
     DigestMismatch,
     MalformedDocument,
+    QuotaExceeded,
     SizeMismatch,
 )
 from repo_service.domain.errors import Divergence as DivergenceError
@@ -26,7 +27,7 @@ from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push
 from repo_service.domain.tokens import MAX_TOKENS, token_chunk_count, token_chunk_spec
 from repo_service.domain.views import ArtifactInfo, Divergence
-from repo_service.index import Entry, Index
+from repo_service.index import Entry, Index, Offered
 from repo_service.services.documents import (
     EntryDocument,
     block_record_key,
@@ -36,7 +37,9 @@ from repo_service.services.documents import (
     manifest_key,
     seal,
 )
+from repo_service.services.garbage import remove_loose
 from repo_service.services.read import held_chunks, read_tokens
+from repo_service.services.retention import read_policy
 from repo_service.services.undo import put_back_on_failure
 from repo_service.storage import Store
 
@@ -78,7 +81,7 @@ class LocalPush(Push):
             record.check(layout)
             for name, digests in record.chunks.items():
                 specs.update(dict.fromkeys(digests, layout.arrays[name].chunk))
-        offered = self._index.offer(self.id, records, specs)
+        offered = self._offer(push.namespace, records, specs)
         for record, stored_digest in offered.divergent:
             self._diverged(push.namespace, record, stored_digest)
         return offered.missing
@@ -87,7 +90,23 @@ class LocalPush(Push):
         if not 0 < token_count <= MAX_TOKENS or len(chunks) != token_chunk_count(token_count):
             raise MalformedDocument(f"{len(chunks)} token chunks for {token_count} tokens")
         spec = token_chunk_spec(token_count)
-        return self._index.offer(self.id, [], dict.fromkeys(chunks, spec)).missing
+        push = self._index.push(self.id)
+        return self._offer(push.namespace, [], dict.fromkeys(chunks, spec)).missing
+
+    def _offer(self, namespace: str, records: Sequence[BlockRecord], specs: Mapping[str, ChunkSpec]) -> Offered:
+        """Offer within the namespace's quota; a push that would exceed it ends, and what it sent goes."""
+        quota = read_policy(self._store, namespace).quota_bytes
+        try:
+            return self._index.offer(self.id, records, specs, quota)
+        except QuotaExceeded:
+            # What nothing needs counts only until it is gone.
+            remove_loose(self._store, self._index)
+        try:
+            return self._index.offer(self.id, records, specs, quota)
+        except QuotaExceeded:
+            self.abort()
+            remove_loose(self._store, self._index)
+            raise
 
     def put(self, digest: str, data: Buffer) -> None:
         spec = self._index.wanted(self.id, digest)

@@ -162,7 +162,7 @@ class Holdings:
                 self._kept.move_to_end(name)
                 return holding
         try:
-            self._index.artifact_id(namespace, artifact_id)
+            self._index.artifact_id(namespace, artifact_id, used=True)
         except BaseException:
             self.forget(namespace, artifact_id)
             raise

@@ -17,6 +17,7 @@ from repo_service.services.documents import (
     unseal,
 )
 from repo_service.services.read import read_entry
+from repo_service.services.retention import stored_policies
 from repo_service.storage import Store
 
 V = TypeVar("V", bound=View)
@@ -25,7 +26,7 @@ V = TypeVar("V", bound=View)
 def reindex(store: Store, index: Index, progress: Callable[[int], None] | None = None) -> ReindexReport:
     """Read every entry, tag and divergence and replace the index's rows in one transaction.
 
-    What can't be read or does not verify is left out and named in the report.
+    What can't be read or does not verify is left out and named in the report, policies too.
     """
     corrupt: list[str] = []
     blocks: set[tuple[str, str]] = set()
@@ -70,6 +71,7 @@ def reindex(store: Store, index: Index, progress: Callable[[int], None] | None =
 
     counts = {"tags": 0, "divergences": 0}
     index.rebuild(entries(), tags(), divergences())
+    corrupt += [key for key, policy in stored_policies(store) if policy is None]
     return ReindexReport(
         artifacts=len(published), blocks=len(blocks), chunks=len(chunks), corrupt=sorted(corrupt), **counts
     )

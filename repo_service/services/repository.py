@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from repo_service.domain.canonical import check_canonical
-from repo_service.domain.errors import InvalidInput, MalformedUrl
+from repo_service.domain.digest import BLAKE3
+from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError, MalformedUrl
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import DEFAULT_NAMESPACE, check_namespace, check_tag
+from repo_service.domain.policy import Policy
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import (
@@ -25,19 +28,24 @@ from repo_service.domain.views import (
     Match,
     ReindexReport,
     RepositoryInfo,
+    ScrubReport,
     Stats,
     StorageReport,
     TagInfo,
 )
 from repo_service.index import Index
-from repo_service.services.documents import ENTRIES, entry_key, seal, tag_key
+from repo_service.services.documents import ENTRIES, seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
 from repo_service.services.marker import open_marker, prepare_directory
 from repo_service.services.push import LocalPush, begin_push
 from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
 from repo_service.services.reindex import reindex
+from repo_service.services.reserve import Reserve
+from repo_service.services.retention import Clock, read_policy, write_policy
+from repo_service.services.scrub import scrub
 from repo_service.services.settle import settle
 from repo_service.services.undo import put_back_on_failure
+from repo_service.services.withdraw import withdraw
 from repo_service.storage import LocalStore, MemoryStore, Store
 from repo_service.version import FORMAT_VERSION, __version__
 
@@ -63,12 +71,12 @@ def open_local(url: str, *, create: bool = True) -> LocalRepository:
     """
     store: Store
     if url == MEMORY_URL:
-        store, index_url, indexed = MemoryStore(), "sqlite://", True
+        store, index_url, indexed, reserve = MemoryStore(), "sqlite://", True, Reserve(None)
     else:
         root = _directory(url)
         prepare_directory(root, create=create)
         store, index_url = LocalStore(root), f"sqlite:///{root}/{_INDEX_FILE}"
-        indexed = (root / _INDEX_FILE).exists()
+        indexed, reserve = (root / _INDEX_FILE).exists(), Reserve(root / f"{_INDEX_FILE}-reserve")
     # The marker comes first: another process that opens the directory now must know it for a repository.
     repository_id = open_marker(store, url)
     index = Index.open(index_url)
@@ -77,7 +85,8 @@ def open_local(url: str, *, create: bool = True) -> LocalRepository:
         # The index was lost or left behind; the store is the truth (I5).
         reindex(store, index)
     settle(store, index)
-    return LocalRepository(url, repository_id, store, index)
+    reserve.keep()
+    return LocalRepository(url, repository_id, store, index, reserve)
 
 
 def _directory(url: str) -> Path:
@@ -96,12 +105,14 @@ class LocalRepository(Repository):
     Several processes may open one repository at once, reading and writing.
     """
 
-    def __init__(self, url: str, repository_id: str, store: Store, index: Index) -> None:
+    def __init__(self, url: str, repository_id: str, store: Store, index: Index, reserve: Reserve) -> None:
         self.url = url
         self._id = repository_id
         self._store = store
         self._index = index
+        self._reserve = reserve
         self._holdings = Holdings(store, index)
+        self._clock = Clock()
 
     def info(self) -> RepositoryInfo:
         return RepositoryInfo(repository_id=self._id, format_version=FORMAT_VERSION, server_version=__version__)
@@ -116,8 +127,8 @@ class LocalRepository(Repository):
     def artifact(self, ref: str, namespace: str) -> ArtifactInfo:
         return self._index.artifact(check_namespace(namespace), ref)
 
-    def _require(self, ref: str, namespace: str) -> str:
-        return self._index.artifact_id(check_namespace(namespace), ref)
+    def _require(self, ref: str, namespace: str, *, used: bool = True) -> str:
+        return self._index.artifact_id(check_namespace(namespace), ref, used=used)
 
     def manifest(self, ref: str, namespace: str) -> Manifest:
         return read_manifest(self._store, self._require(ref, namespace))
@@ -159,7 +170,16 @@ class LocalRepository(Repository):
 
     def read_chunk(self, artifact_id: str, namespace: str, digest: str, spec: ChunkSpec, out: memoryview) -> None:
         self.chunk_spec(artifact_id, namespace, digest)
-        read_chunk(self._store, digest, spec, out)
+        try:
+            read_chunk(self._store, digest, spec, out)
+        except ChunkCorrupt:
+            self._await_again([digest])
+            raise
+
+    def _await_again(self, digests: Sequence[str]) -> None:
+        """Let the next push of damaged chunks send them; the damage is reported whether or not this can be noted."""
+        with suppress(KvgraftError):
+            self._index.mark_damaged(digests)
 
     def match(self, namespace: str, keys: Sequence[str]) -> Match | None:
         return self._index.match(check_namespace(namespace), keys)
@@ -189,27 +209,24 @@ class LocalRepository(Repository):
 
     def delete_tag(self, namespace: str, name: str) -> None:
         key = tag_key(namespace, name)
-        with put_back_on_failure(self._store, [key]):
-            self._index.delete_tag(namespace, name, lambda _: self._store.delete(key))
+
+        def delete() -> None:
+            with put_back_on_failure(self._store, [key]):
+                self._index.delete_tag(namespace, name, lambda _: self._store.delete(key))
+
+        self._reserve.spent_on(delete)
 
     def delete(self, artifact_id: str, namespace: str) -> DeleteReport:
         artifact = self._index.artifact(check_namespace(namespace), artifact_id)
-
-        entry = entry_key(namespace, artifact.id)
-
-        def write(tags: list[str]) -> None:
-            self._store.delete(entry)
-            for name in tags:
-                self._store.delete(tag_key(namespace, name))
-
-        with put_back_on_failure(self._store, [entry, *(tag_key(namespace, name) for name in artifact.tags)]):
-            tags = self._index.unpublish(namespace, artifact.id, write)
+        tags = self._reserve.spent_on(lambda: withdraw(self._store, self._index, artifact))
         self._holdings.forget(namespace, artifact.id)
-        chunks, freed = remove_unneeded(self._store, self._index, artifact.id)
+        chunks, freed = self._reserve.spent_on(lambda: remove_unneeded(self._store, self._index, artifact.id))
         return DeleteReport(artifact_id=artifact.id, tags=tags, chunks=chunks, bytes=freed)
 
     def check(self, ref: str, namespace: str) -> StorageReport:
-        return check_artifact(self._store, self._require(ref, namespace), namespace, _CHECK_WORKERS)
+        report = check_artifact(self._store, self._require(ref, namespace, used=False), namespace, _CHECK_WORKERS)
+        self._await_again([name for name in report.corrupt if name.startswith(BLAKE3)])
+        return report
 
     def stats(self, namespace: str) -> Stats:
         return self._index.stats(check_namespace(namespace))
@@ -220,10 +237,33 @@ class LocalRepository(Repository):
     def reindex(self) -> ReindexReport:
         return reindex(self._store, self._index)
 
-    def collect_garbage(self, *, grace_s: float = GRACE_S, dry_run: bool = False) -> GarbageReport:
+    def collect_garbage(self, *, grace_s: float = GRACE_S, dry_run: bool = False, sweep: bool = True) -> GarbageReport:
+        """As the interface says; without ``sweep`` only what rows let go of is removed."""
         if not grace_s >= 0:
             raise InvalidInput(f"the grace is {grace_s} s; it must be 0 or more")
-        return collect_garbage(self._store, self._index, grace_s=grace_s, dry_run=dry_run)
+        return self._reserve.spent_on(
+            lambda: collect_garbage(
+                self._store,
+                self._index,
+                grace_s=grace_s,
+                dry_run=dry_run,
+                sweep=sweep,
+                now=self._clock.now(),
+                withdrawn=self._holdings.forget,
+            )
+        )
+
+    def policy(self, namespace: str) -> Policy:
+        return read_policy(self._store, namespace)
+
+    def set_policy(self, namespace: str, policy: Policy) -> Policy:
+        return write_policy(self._store, namespace, policy)
+
+    def scrub(self, *, bytes_per_s: float | None = None, ended: Callable[[float], bool] | None = None) -> ScrubReport:
+        """As the interface says; ``ended`` waits for some seconds and returns True to stop the scrub there."""
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise InvalidInput(f"the rate is {bytes_per_s} bytes a second; it must be above 0")
+        return scrub(self._store, self._index, bytes_per_s=bytes_per_s, ended=ended)
 
     def close(self) -> None:
         self._index.close()

@@ -95,10 +95,12 @@ class LocalStore(Store):
             _sync_directory(os.path.dirname(path))
         return False
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, durable: bool = True) -> None:
         path = self._path(key)
         with _translated(path), suppress(*_ABSENT):
             os.unlink(path)
+            if durable:
+                _sync_directory(os.path.dirname(path))
 
     def exists(self, key: str) -> bool:
         path = self._path(key)

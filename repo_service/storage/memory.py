@@ -42,7 +42,7 @@ class MemoryStore(Store):
             self._written[key] = time.monotonic()
             return True
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, durable: bool = True) -> None:  # noqa: ARG002
         with self._lock:
             self._objects.pop(check_key(key), None)
 

@@ -75,8 +75,11 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def delete(self, key: str) -> None:
-        """Remove an object; removing what is not there is no error."""
+    def delete(self, key: str, *, durable: bool = True) -> None:
+        """Remove an object; removing what is not there is no error.
+
+        A power loss may bring back what was not removed durably.
+        """
 
     @abstractmethod
     def exists(self, key: str) -> bool: ...

@@ -1,0 +1,139 @@
+"""What is published, page by page, for whoever reads it all; and what was found damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import NamedTuple
+
+from sqlalchemy import Connection, bindparam, exists, select, update
+
+from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
+from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.views import TagInfo
+from repo_service.index import chunks, times
+from repo_service.index.dialect import bound, digest_list
+from repo_service.index.models import (
+    PRESENT,
+    Artifact,
+    ArtifactBlock,
+    ArtifactTokenChunk,
+    Block,
+    BlockChunk,
+    Chunk,
+    ChunkState,
+    Tag,
+)
+
+
+class PublishedArtifact(NamedTuple):
+    """An artifact with its tags; ``row`` orders pages."""
+
+    row: int
+    namespace: str
+    id: str
+    created_at: datetime
+    tags: list[TagInfo]
+
+
+class PublishedRecord(NamedTuple):
+    """A block and the digest of its record; ``row`` orders pages."""
+
+    row: int
+    namespace: str
+    key: str
+    record: str
+
+
+Holder = tuple[str, str]
+"""Namespace and id of an artifact."""
+
+_DIGESTS = digest_list()
+_PUBLISHED = (BlockChunk.chunk_id, ArtifactTokenChunk.chunk_id)
+_MARK = (
+    update(Chunk)
+    .where(Chunk.digest.in_(select(_DIGESTS.c.digest)), Chunk.state.in_(PRESENT))
+    .values(state=ChunkState.AWAITED)
+)
+_HOLDERS = (
+    select(Artifact.namespace, Artifact.digest)
+    .join(ArtifactBlock, ArtifactBlock.artifact_id == Artifact.id)
+    .join(BlockChunk, BlockChunk.block_id == ArtifactBlock.block_id)
+    .join(Chunk, Chunk.id == BlockChunk.chunk_id)
+    .where(Chunk.digest == bindparam("digest"))
+    .union(
+        select(Artifact.namespace, Artifact.digest)
+        .join(ArtifactTokenChunk, ArtifactTokenChunk.artifact_id == Artifact.id)
+        .join(Chunk, Chunk.id == ArtifactTokenChunk.chunk_id)
+        .where(Chunk.digest == bindparam("digest"))
+    )
+)
+
+
+def mark(connection: Connection, digests: Sequence[str]) -> None:
+    """Await chunks again whose bytes are damaged or gone, so that the next push of one sends it."""
+    connection.execute(_MARK, bound([parse_digest(digest, BLAKE3) for digest in digests]))
+
+
+def artifacts_after(connection: Connection, row: int, limit: int) -> list[PublishedArtifact]:
+    rows = connection.execute(
+        select(Artifact.id, Artifact.namespace, Artifact.digest, Artifact.created_at)
+        .where(Artifact.id > row)
+        .order_by(Artifact.id)
+        .limit(limit)
+    ).all()
+    tags: dict[int, list[TagInfo]] = {row.id: [] for row in rows}
+    digests = {row.id: format_digest(SHA256, row.digest) for row in rows}
+    for tag in connection.execute(select(*Tag.__table__.columns).where(Tag.artifact_id.in_(list(tags)))):
+        tags[tag.artifact_id].append(
+            TagInfo(
+                namespace=tag.namespace,
+                name=tag.name,
+                artifact_id=digests[tag.artifact_id],
+                updated_at=times.from_microseconds(tag.updated_at),
+            )
+        )
+    return [
+        PublishedArtifact(row.id, row.namespace, digests[row.id], times.from_microseconds(row.created_at), tags[row.id])
+        for row in rows
+    ]
+
+
+def records_after(connection: Connection, row: int, limit: int) -> list[PublishedRecord]:
+    rows = connection.execute(
+        select(Block.id, Block.namespace, Block.key, Block.record).where(Block.id > row).order_by(Block.id).limit(limit)
+    )
+    return [
+        PublishedRecord(row.id, row.namespace, format_digest(SHA256, row.key), format_digest(SHA256, row.record))
+        for row in rows
+    ]
+
+
+def chunks_after(connection: Connection, digest: str | None, limit: int) -> list[tuple[str, ChunkSpec]]:
+    """Chunks that an artifact of any namespace refers to, each once, by digest."""
+    after = b"" if digest is None else parse_digest(digest, BLAKE3)
+    referred = [exists().where(column == Chunk.id) for column in _PUBLISHED]
+    rows = connection.execute(
+        select(Chunk.digest, Chunk.dtype, Chunk.shape)
+        .where(Chunk.digest > after, referred[0] | referred[1])
+        .distinct()
+        .order_by(Chunk.digest)
+        .limit(limit)
+    )
+    return [(format_digest(BLAKE3, row.digest), chunks.spec_of(row)) for row in rows]
+
+
+def holders_of_chunk(connection: Connection, digest: str) -> list[Holder]:
+    """The artifacts that refer to a chunk, in every namespace."""
+    rows = connection.execute(_HOLDERS, {"digest": parse_digest(digest, BLAKE3)})
+    return sorted((row.namespace, format_digest(SHA256, row.digest)) for row in rows)
+
+
+def holders_of_block(connection: Connection, row: int) -> list[Holder]:
+    """The artifacts that refer to a block, by its row."""
+    rows = connection.execute(
+        select(Artifact.namespace, Artifact.digest)
+        .join(ArtifactBlock, ArtifactBlock.artifact_id == Artifact.id)
+        .where(ArtifactBlock.block_id == row)
+    )
+    return sorted((row.namespace, format_digest(SHA256, row.digest)) for row in rows)

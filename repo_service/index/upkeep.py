@@ -1,0 +1,168 @@
+"""The part of the index's door that keeps a repository in order: recovery, reclaiming, rebuilding, damage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import datetime
+
+from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.policy import Policy
+from repo_service.domain.views import Divergence, TagInfo
+from repo_service.index import damage, orphans, pushes, rebuild, reclaim, retention, unsettled
+from repo_service.index.damage import Holder, PublishedArtifact, PublishedRecord
+from repo_service.index.engine import Database
+from repo_service.index.entry import Entry
+from repo_service.index.orphans import Objects
+from repo_service.index.rebuild import Rebuilt
+from repo_service.index.reclaim import Reclaimable, Remove
+from repo_service.index.retention import Freed, LetGo
+from repo_service.index.unsettled import Look, Noted
+from repo_service.index.uses import Uses
+
+USES_S = 1.0
+"""How long it may take to write down uses that readers could not."""
+
+
+class _Undone(Exception):
+    """Takes a transaction back."""
+
+
+class Upkeep:
+    """Each method is one transaction, or one for each batch."""
+
+    _database: Database
+    _uses: Uses
+
+    def unsettled(self) -> bool:
+        """True if a process may have ended between writing to the store and to the index."""
+        with self._database.read() as connection:
+            return unsettled.left(connection)
+
+    def settle(self, look: Look, remove: Callable[[Noted], None], found: Iterable[Noted] = ()) -> list[Noted]:
+        """Make the index say what the store says, wherever a process ended between the two.
+
+        Parameters
+        ----------
+        look
+            Reads a document, or None if there is none; called under the write lock.
+        remove
+            Deletes a tag's document whose artifact is gone.
+        found
+            Documents to look at besides those where a process ended.
+        """
+        with self._database.write_durably() as connection:
+            return unsettled.settle(connection, look, remove, found)
+
+    def reclaim(self, remove: Remove) -> tuple[int, int]:
+        """Free the chunks and block records that no artifact and no running push of any namespace needs.
+
+        Parameters
+        ----------
+        remove
+            Called, maybe several times, with ``(namespace, key)`` of block records and with chunk
+            digests to remove from the store, while the write lock is held; it must not use the index.
+            If it raises, what was listed stays reclaimable.
+
+        Returns
+        -------
+        tuple
+            Number of chunks freed and their bytes.
+        """
+        with self._database.write_durably() as connection:
+            reclaim.doom(connection)
+        count = size = 0
+        more = True
+        while more:
+            with self._database.write_durably() as connection:
+                batch = reclaim.reclaim(connection, remove)
+            count, size, more = count + batch.chunks, size + batch.bytes, batch.more
+        return count, size
+
+    def reclaimable(self, now: datetime) -> Reclaimable:
+        """What `expire_pushes` and `reclaim` would do; nothing is changed."""
+        with suppress(_Undone), self._database.write() as connection:
+            expired = pushes.expire(connection, now)
+            reclaim.doom(connection)
+            found = reclaim.listed(connection, expired)
+            raise _Undone
+        return found
+
+    def let_go(self, namespace: str, policy: Policy, now: datetime) -> list[LetGo]:
+        """The artifacts that the policy's rules let go of."""
+        self._uses.write(USES_S)
+        with self._database.read() as connection:
+            return retention.let_go(connection, namespace, policy, now)
+
+    def freed(self, rows: Sequence[int]) -> Freed:
+        """What would be freed if the artifacts of these rows were gone."""
+        with self._database.read() as connection:
+            return retention.freed(connection, rows)
+
+    def unindexed(self, documents: Sequence[Noted]) -> list[Noted]:
+        """Those of the store's documents that no row stands for."""
+        with self._database.read() as connection:
+            return orphans.unindexed(connection, documents)
+
+    def orphans(self, objects: Objects) -> Objects:
+        """Those of the store's objects that no row knows: no artifact, no running push, nothing about to be reclaimed."""
+        with self._database.read() as connection:
+            return orphans.unknown(connection, objects)
+
+    def sweep(self, objects: Objects, remove: Callable[[Objects], None]) -> None:
+        """Have those of the objects removed that no row knows, while the write lock is held."""
+        with self._database.write() as connection:
+            remove(orphans.unknown(connection, objects))
+
+    def rebuild(self, entries: Iterable[Entry], tags: Iterable[TagInfo], divergences: Iterable[Divergence]) -> Rebuilt:
+        """Replace everything that is derived from the store, in one transaction.
+
+        Pass generators that list the store only when iterated: that happens under the write lock,
+        and a listing made before it could miss an artifact published meanwhile. They must not use
+        the index.
+
+        Raises
+        ------
+        Divergence, MalformedDocument
+            If two entries contradict each other; the index is then unchanged.
+        """
+        with self._database.write_durably() as connection:
+            return rebuild.rebuild(connection, entries, tags, divergences)
+
+    def with_row(self, document: Noted, write: Callable[[], None]) -> bool:
+        """Call ``write`` under the write lock if a row still stands for the document; False if none does."""
+        with self._database.write() as connection:
+            if orphans.unindexed(connection, [document]):
+                return False
+            write()
+            return True
+
+    def mark_damaged(self, digests: Sequence[str]) -> None:
+        """Await chunks again whose bytes are damaged or gone, so that the next push of one sends it."""
+        with self._database.write() as connection:
+            damage.mark(connection, digests)
+
+    def artifacts_after(self, row: int, limit: int) -> list[PublishedArtifact]:
+        """The published artifacts of all namespaces, page by page; begin with row 0."""
+        with self._database.read() as connection:
+            return damage.artifacts_after(connection, row, limit)
+
+    def records_after(self, row: int, limit: int) -> list[PublishedRecord]:
+        """The published blocks of all namespaces, page by page; begin with row 0."""
+        with self._database.read() as connection:
+            return damage.records_after(connection, row, limit)
+
+    def chunks_after(self, digest: str | None, limit: int) -> list[tuple[str, ChunkSpec]]:
+        """The chunks that artifacts refer to, each once, page by page; begin with None."""
+        with self._database.read() as connection:
+            return damage.chunks_after(connection, digest, limit)
+
+    def holders_of_chunk(self, digest: str) -> list[Holder]:
+        """The artifacts that refer to a chunk, in every namespace."""
+        with self._database.read() as connection:
+            return damage.holders_of_chunk(connection, digest)
+
+    def holders_of_block(self, row: int) -> list[Holder]:
+        """The artifacts that refer to a block, by its row."""
+        with self._database.read() as connection:
+            return damage.holders_of_block(connection, row)
