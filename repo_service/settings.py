@@ -33,9 +33,9 @@ class Settings(BaseSettings):
         128, ge=0, le=65536, description="Transfers that may wait for a turn; further ones are answered 503."
     )
     queue_seconds: Seconds = Field(30, description="Longest wait for a turn before the answer is 503.")
-    stall_seconds: Seconds = Field(30, description="A transfer that moves no byte for so long is cut.")
+    stall_seconds: Seconds = Field(25, description="A transfer that moves no byte for so long is cut.")
     body_seconds: Seconds = Field(600, description="Deadline for the whole body of a request, or of an answer.")
-    idle_seconds: Seconds = Field(75, description="A connection must send its next whole request header within this.")
+    idle_seconds: Seconds = Field(25, description="A connection must send its next whole request header within this.")
     connections: int = Field(512, ge=1, le=65536, description="Open connections; further ones are answered 503.")
     gc_seconds: float = Field(
         600, ge=0, le=10**7, description="Time between collections of garbage; 0 leaves them to kvgraft gc."

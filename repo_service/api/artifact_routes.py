@@ -11,7 +11,7 @@ from repo_service.api.bodies import DocumentRoute
 from repo_service.api.context import ArtifactId, ContextOf, Namespace, Ref
 from repo_service.api.errors import error_answers
 from repo_service.api.models import MatchRequest, RecordDocument, TagRequest
-from repo_service.api.octets import IMMUTABLE, REVALIDATED, document_answer, etag
+from repo_service.api.octets import IMMUTABLE, REVALIDATED, document_answer, etag, gated_answer
 from repo_service.domain.digest import SHA256, parse_digest
 from repo_service.domain.errors import (
     Ambiguous,
@@ -76,11 +76,15 @@ def delete_artifact(context: ContextOf, namespace: Namespace, artifact_id: Artif
         **error_answers(DocumentCorrupt),
     },
 )
-def get_manifest(request: Request, context: ContextOf, namespace: Namespace, ref: Ref) -> Response:
+async def get_manifest(request: Request, context: ContextOf, namespace: Namespace, ref: Ref) -> Response:
     """The manifest's canonical bytes."""
-    manifest = context.repository.manifest(ref, namespace)
-    cache = IMMUTABLE if ref == manifest.id else REVALIDATED
-    return document_answer(request, manifest.data, etag(manifest.id), cache)
+
+    def make() -> Response:
+        manifest = context.repository.manifest(ref, namespace)
+        cache = IMMUTABLE if ref == manifest.id else REVALIDATED
+        return document_answer(request, manifest.data, etag(manifest.id), cache)
+
+    return await gated_answer(context.answers, make)
 
 
 @router.get(
@@ -89,7 +93,7 @@ def get_manifest(request: Request, context: ContextOf, namespace: Namespace, ref
     response_model=list[RecordDocument],
     responses=_LOOKUP | error_answers(DocumentCorrupt),
 )
-def get_blocks(
+async def get_blocks(
     context: ContextOf,
     namespace: Namespace,
     ref: Ref,
@@ -97,15 +101,19 @@ def get_blocks(
     count: Annotated[int, Query(ge=1, le=MAX_PAGE_BLOCKS, description="Number of blocks wanted.")] = MAX_PAGE_BLOCKS,
 ) -> Response:
     """Block records from ``start`` on: ``count`` or fewer, and none only beyond the last block."""
-    manifest = context.repository.manifest(ref, namespace)
-    page: list[bytes] = []
-    room = _PAGE_BYTES
-    for record in context.repository.record_page(manifest, namespace, start, count):
-        room -= len(record.data)
-        if page and room < 0:
-            break
-        page.append(record.data)
-    return Response(b"[%b]" % b",".join(page), media_type="application/json")
+
+    def make() -> Response:
+        manifest = context.repository.manifest(ref, namespace)
+        page: list[bytes] = []
+        room = _PAGE_BYTES
+        for record in context.repository.record_page(manifest, namespace, start, count):
+            room -= len(record.data)
+            if page and room < 0:
+                break
+            page.append(record.data)
+        return Response(b"[%b]" % b",".join(page), media_type="application/json")
+
+    return await gated_answer(context.answers, make)
 
 
 @router.post("/artifacts/{ref}/check", tags=["artifacts"], responses=_LOOKUP)

@@ -27,7 +27,9 @@ class Context:
     buffers
         The memory, and the right, to transfer a chunk.
     documents
-        The turn to handle a large document.
+        The turn to handle a large document that comes.
+    answers
+        The turn to send a manifest or a page of block records.
     chunk_threads, survey_threads
         Limiters for the worker threads of chunk transfers, and of checks and rebuilds.
     """
@@ -38,6 +40,7 @@ class Context:
         queue, wait = settings.queue, settings.queue_seconds
         self.buffers = ChunkBuffers(Gate(settings.chunk_transfers, queue, wait, "chunk transfers"))
         self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
+        self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
         self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
         self.survey_threads = CapacityLimiter(_SURVEYS)
         self._views: dict[tuple[str, str], ZarrView] = {}

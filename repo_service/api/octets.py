@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from repo_service.api.context import Context
-from repo_service.api.gates import Loan
+from repo_service.api.gates import Gate, Loan
 
 OCTETS = "application/octet-stream"
 
@@ -144,6 +144,32 @@ def _chunk_answer(request: Request, loan: Loan, find: Callable[[], Chunk | Respo
     status, part, headers = select(request, chunk.size, tag, headers)
     chunk.read(loan.memory[: chunk.size])
     return ChunkResponse(loan.memory[part.start : part.stop], loan, status, headers)
+
+
+class GatedResponse(Response):
+    """Another response, which keeps its turn at a gate until it is sent: it holds memory for as long."""
+
+    def __init__(self, response: Response, gate: Gate) -> None:
+        self.raw_headers, self.status_code, self.background = response.raw_headers, response.status_code, None
+        self.body = response.body
+        self._response = response
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._gate.leave()
+
+
+async def gated_answer(gate: Gate, make: Callable[[], Response]) -> Response:
+    """What ``make``, called on a worker thread, gives, made and sent in turn."""
+    await gate.enter()
+    try:
+        return GatedResponse(await to_thread.run_sync(make), gate)
+    except BaseException:
+        gate.leave()
+        raise
 
 
 def document_answer(
