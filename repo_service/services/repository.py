@@ -118,6 +118,8 @@ class LocalRepository(Repository):
         return RepositoryInfo(repository_id=self._id, format_version=FORMAT_VERSION, server_version=__version__)
 
     def begin_push(self, fingerprint: Fingerprint, namespace: str) -> LocalPush:
+        # New bytes don't take the room that deletions need.
+        self._reserve.keep()
         return begin_push(self._store, self._index, fingerprint, namespace)
 
     def resume_push(self, push_id: str) -> LocalPush:

@@ -49,13 +49,21 @@ class Reserve:
             If that was not enough either.
         """
         try:
-            return deletion()
-        except StorageFull:
-            if self._path is None or not self._path.exists():
-                raise
-            with suppress(FileNotFoundError):
-                self._path.unlink()
-        try:
+            try:
+                return deletion()
+            except StorageFull:
+                if not self._give_up():
+                    raise
             return deletion()
         finally:
+            # Also after one that needed no room of it but made some.
             self.keep()
+
+    def _give_up(self) -> bool:
+        if self._path is None:
+            return False
+        try:
+            self._path.unlink()
+        except OSError:
+            return False
+        return True

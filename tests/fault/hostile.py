@@ -28,13 +28,12 @@ from tests.fault._served import Served, service
 from tests.fault.suite import Fault
 
 _SECRET = b"the canary outside of the store"
-_LINK = "planted"
 
 _PIECES = [
     *("..", "../", "..\\", ".", "...", "....//", "/", "//", "\\", "\\\\?\\", "C:\\", "~", "\0", "\r\n", " ", "\t", "%"),
     *("%2e%2e%2f", "%2E%2e/", "..%2f", "%252e%252e%252f", "%25252e", "..%5c", "%00", "%c0%ae%c0%ae%c0%af", "%u002e"),
     *("\u2025", "\uff0e\uff0e\uff0f", "\u2215", "\u2024\u2024/", "\u202e", "\ufeff", "e\u0301", "\ud800", "\U0001f4a9"),
-    *("outside", "secret", "tmp", "index.sqlite", "kvgraft.json", "chunks", _LINK, ".json", "a", "sha256:", "blake3:"),
+    *("outside", "secret", "tmp", "index.sqlite", "kvgraft.json", "chunks", ".json", "a", "sha256:", "blake3:"),
 ]
 
 
@@ -52,9 +51,6 @@ def _hostile_key(rng: random.Random, outside: Path) -> str:
             f"//{outside}/{target}",
             f"file://{outside}/{target}",
             quote(f"{outside}/{target}", safe=""),
-            f"{_LINK}/{target}",
-            f"{rng.choice(['chunks', 'blocks', 'artifacts', 'entries', 'tags'])}/{_LINK}/{target}",
-            _LINK,
             f"{target}\0.json",
             f"a/{step}b",
             "a" * rng.choice([255, 256, 512, 513, 4097, 20000]),
@@ -66,19 +62,13 @@ def _hostile_key(rng: random.Random, outside: Path) -> str:
     )
 
 
-def keys(directory: Path, seed: int, *, count: int, links: int) -> dict[str, Any]:
-    """With ``links``, symbolic links in the store's own directories lead outside of it."""
+def keys(directory: Path, seed: int, *, count: int) -> dict[str, Any]:
     rng = random.Random(seed)
     outside, bytes_, root = (directory / name for name in ("outside", "bytes", "repository"))
     with open_local(f"file://{root}", create=True) as repository:
         made, _ = push(repository, artifact(range(20)))
         repository.set_tag("default", "latest", made.id)
     bytes_.mkdir()
-    for top in (root, bytes_) if links else ():
-        for place in "", "chunks", "blocks", "artifacts", "entries", "tags", "tags/default":
-            (top / place).mkdir(exist_ok=True)
-            (top / place / _LINK).symlink_to(outside)
-        (top / "tags/default" / f"{_LINK}.json").symlink_to(outside / "secret")
     hostile = [_hostile_key(rng, outside) for _ in range(count)]
 
     def local(seen: _Seen) -> None:
@@ -278,7 +268,7 @@ FAULTS = [
         "keys",
         "5,000 hostile keys against stores, repository and routes: 0 escapes, 0 tracebacks, 0 5xx",
         keys,
-        short={"count": 12, "links": 0},
-        full={"count": 5000, "links": 1},
+        short={"count": 12},
+        full={"count": 5000},
     ),
 ]
