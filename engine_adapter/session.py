@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from engine_adapter.canary import measure as measure_canary
@@ -24,7 +25,7 @@ from repo_service.domain.names import DEFAULT_NAMESPACE, check_namespace
 from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.repository import Repository
 from repo_service.domain.schedule import DECODE, PREFILL, canonical_steps
-from repo_service.domain.tokens import decode_tokens, token_chunk_spec
+from repo_service.domain.tokens import read_token_chunks
 from repo_service.domain.views import ArtifactInfo
 
 if TYPE_CHECKING:
@@ -284,13 +285,8 @@ class GraftSession(Engine):
         self.fingerprint.require_equal(now, "the model as it now is")
 
     def _read_tokens(self, manifest: Manifest) -> list[int]:
-        spec = token_chunk_spec(manifest.token_count)
-        buffer = bytearray(spec.size)
-        ids: list[int] = []
-        for digest in manifest.tokens or ():
-            self.repository.read_chunk(manifest.id, self.namespace, digest, spec, memoryview(buffer))
-            ids.extend(decode_tokens(bytes(buffer)))
-        return ids[: manifest.token_count]
+        read = partial(self.repository.read_chunk, manifest.id, self.namespace)
+        return read_token_chunks(manifest.tokens or (), manifest.token_count, read)
 
     def deposit(
         self,

@@ -63,7 +63,8 @@ def check_points(session: GraftSession, stored: list[int], lengths: list[int], m
         assert (run.grafted_tokens, run.computed_tokens) == (boundary, length - boundary)
         fresh = fresh_logits(session.model, prompt, canonical_steps(0, length, size))
         assert sha256(run.logits) == sha256(fresh), f"length {length}, blocks of {size}"
-        matrix.append(f"{type(session.model).__name__} {session.model.dtype} {size} {length}")
+        attention = session.model.config._attn_implementation
+        matrix.append(f"{type(session.model).__name__} {session.model.dtype} {attention} {size} {length}")
 
 
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "sdpa"), ("bfloat16", "sdpa"), ("float32", "eager")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import InvalidTokens
@@ -60,6 +60,19 @@ def token_chunks(tokens: Sequence[int]) -> list[tuple[str, bytes]]:
         data = encode_tokens(tokens[start : start + spec.shape[0]]).ljust(spec.size, b"\0")
         chunks.append((chunk_digest(data, spec.dtype, spec.shape), data))
     return chunks
+
+
+def read_token_chunks(
+    digests: Iterable[str], count: int, read: Callable[[str, ChunkSpec, memoryview], None]
+) -> list[int]:
+    """The token ids of an artifact of ``count`` tokens; ``read`` reads a verified chunk into memory."""
+    spec = token_chunk_spec(count)
+    buffer = bytearray(spec.size)
+    tokens: list[int] = []
+    for digest in digests:
+        read(digest, spec, memoryview(buffer))
+        tokens.extend(decode_tokens(bytes(buffer)))
+    return tokens[:count]
 
 
 def token_chunk_spec(count: int) -> ChunkSpec:

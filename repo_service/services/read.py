@@ -8,13 +8,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from repo_service.domain.digest import ChunkHasher
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, Corrupt, DocumentCorrupt
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest, require_digest
 from repo_service.domain.record import BlockRecord
-from repo_service.domain.tokens import decode_tokens, token_chunk_spec
+from repo_service.domain.tokens import read_token_chunks, token_chunk_spec
 from repo_service.domain.views import StorageReport
 from repo_service.index import Entry, Index
 from repo_service.services.documents import EntryDocument, block_record_key, chunk_key, manifest_key, unseal
@@ -85,13 +86,7 @@ def read_tokens(store: Store, manifest: Manifest) -> list[int] | None:
     """
     if manifest.tokens is None:
         return None
-    spec = token_chunk_spec(manifest.token_count)
-    buffer = bytearray(spec.size)
-    tokens: list[int] = []
-    for digest in manifest.tokens:
-        read_chunk(store, digest, spec, memoryview(buffer))
-        tokens.extend(decode_tokens(bytes(buffer)))
-    return tokens[: manifest.token_count]
+    return read_token_chunks(manifest.tokens, manifest.token_count, partial(read_chunk, store))
 
 
 def read_entry(store: Store, key: str) -> Entry | None:
