@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -142,6 +144,8 @@ def test_an_entry_that_the_index_lost_is_indexed_again_not_collected(repository:
         path.write_bytes(data)
     assert entry.exists()
     assert tag.exists()
+    rehearsed = repository.collect_garbage(grace_s=0, dry_run=True)
+    assert (rehearsed.settled, rehearsed.removed) == (2, [])
     report = repository.collect_garbage(grace_s=0)
     assert report.settled == 2
     assert report.removed == []
@@ -258,3 +262,25 @@ def test_a_process_that_dies_between_store_and_index_leaves_them_in_agreement(
                 assert repository.check(item.id, "default").ok
             except ArtifactNotFound:
                 assert happened == (operation == "delete" and item is old) or operation == "publish"
+
+
+def test_a_service_collects_and_scrubs_by_itself(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"GC_SECONDS": "0.1", "GC_GRACE_SECONDS": "0", "SCRUB_SECONDS": "0.1", "AUDIT_LOG": f"{tmp_path}/audit"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"KVGRAFT_{name}", value)
+    with served(root) as url, open_repository(url) as repository:
+        info, _ = push(repository, made(1))
+        orphan = root / "chunks" / "00" / ("0" * 62)
+        orphan.parent.mkdir(parents=True, exist_ok=True)
+        orphan.write_bytes(b"left")
+        (entry,) = (root / "entries" / "default").iterdir()
+        whole = entry.read_bytes()
+        entry.write_bytes(whole[:-1])
+        deadline = time.monotonic() + 30
+        while orphan.exists() or entry.read_bytes() != whole:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert repository.check(info.id, "default").ok
+    (line,) = (tmp_path / "audit").read_text().splitlines()
+    removed = json.loads(line)["removed"]
+    assert removed == {"kind": "chunk", "name": f"blake3:{'0' * 64}", "reason": "no row knows it"}

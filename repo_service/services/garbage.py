@@ -103,9 +103,10 @@ def collect_garbage(
             removed.sweep(store, index, Objects(manifests=[artifact.id for artifact in artifacts]))
     unreadable: list[str] = []
     if sweep:
-        adopted, unreadable = (0, []) if dry_run else _adopt(store, index)
+        adopted, unreadable = _adopt(store, index, dry_run=dry_run)
         settled += adopted
-        if not unreadable:
+        # What entries need that are yet to be indexed has no rows either.
+        if not unreadable and not (dry_run and adopted):
             _sweep(store, index, grace_s, removed)
     for name in store.remove_leftovers(dry_run=dry_run):
         removed.note("temp file", name, "its writer is gone")
@@ -151,7 +152,8 @@ class _Tally:
         if len(self.first) < _LISTED:
             self.first.append(removed)
         if not self.dry_run:
-            audit.info("%s", json.dumps({"removed": removed.model_dump(exclude_none=True)}))
+            at = datetime.now(UTC).isoformat(timespec="milliseconds")
+            audit.info("%s", json.dumps({"at": at, "removed": removed.model_dump(exclude_none=True)}))
 
     def remove(self, store: Store, objects: Objects, reason: str) -> None:
         """Remove those of the objects that are there, or, in a dry run, say so."""
@@ -172,7 +174,7 @@ class _Tally:
         index.sweep(objects, lambda unknown: self.remove(store, unknown, _UNNEEDED))
 
 
-def _adopt(store: Store, index: Index) -> tuple[int, list[str]]:
+def _adopt(store: Store, index: Index, *, dry_run: bool) -> tuple[int, list[str]]:
     """Index the entries and tags that no row stands for; returns their number and the keys that can't be read."""
     unreadable: list[str] = []
     adopted = 0
@@ -184,7 +186,7 @@ def _adopt(store: Store, index: Index) -> tuple[int, list[str]]:
                 damaged = [noted for noted in missing if not _is_readable(store, documents[noted])]
                 unreadable += [documents[noted] for noted in damaged]
                 missing = [noted for noted in missing if noted not in damaged]
-            adopted += settle(store, index, missing)
+            adopted += len(missing) if dry_run else settle(store, index, missing)
     return adopted, unreadable
 
 
