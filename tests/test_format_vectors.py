@@ -20,6 +20,7 @@ from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import Divergence
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.manifest import Manifest
+from repo_service.domain.policy import Policy
 from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.schedule import Step, split_by_block
 from repo_service.domain.tokens import encode_tokens, token_chunks
@@ -103,6 +104,10 @@ def test_a_store_holds_the_keys_of_the_page_and_no_others(tmp_path: Path) -> Non
         repository.set_tag("team-a", "latest", manifest.id)
         with pytest.raises(Divergence):
             push(repository, artifact(TOKENS, seed=1), "team-a")
+        repository.set_policy("team-a", Policy(quota_bytes=2**30))
+        tag = tmp_path / "repository" / "tags" / "team-a" / "latest.json"
+        tag.write_bytes(b"damaged")
+        assert [item.healed for item in repository.scrub().damage] == [True]
         found = {str(p.relative_to(tmp_path / "repository")) for p in tmp_path.rglob("*") if p.is_file()}
     table = re.search(r"^## 12\..*?^## 13\.", FORMAT, re.DOTALL | re.MULTILINE)
     assert table is not None
@@ -110,7 +115,7 @@ def test_a_store_holds_the_keys_of_the_page_and_no_others(tmp_path: Path) -> Non
     holes = {"<2 hex>": "[0-9a-f]{2}", "<62 hex>": "[0-9a-f]{62}", "<64 hex>": "[0-9a-f]{64}", "<id>": "[0-9a-f]{64}"}
     for row in rows:
         pattern = re.escape(row).replace("\\ ", " ")
-        for hole, expression in {**holes, "<namespace>": "team-a", "<name>": "latest"}.items():
+        for hole, expression in {**holes, "<namespace>": "team-a", "<name>": "latest", "<key>": ".+"}.items():
             pattern = pattern.replace(hole, expression)
         matched = {key for key in found if re.fullmatch(pattern, key)}
         assert matched or row == "tmp/", row
