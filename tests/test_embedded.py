@@ -196,12 +196,13 @@ def test_i5_where_the_index_cannot_commit_the_store_is_as_before(
 
         def full(*arguments: Any) -> None:
             """The write goes through, the commit does not."""
+            *rest, write, undo = arguments
 
-            def write(value: Any) -> None:
-                arguments[-1](value)
+            def write_in_vain(value: Any) -> None:
+                write(value)
                 raise StorageFull("the index can't grow")
 
-            whole(*arguments[:-1], write)
+            whole(*rest, write_in_vain, undo)
 
         monkeypatch.setattr(index, method, full)
         uses = {

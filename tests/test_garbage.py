@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,10 +22,12 @@ from serving import served
 from synthetic import artifact, fingerprint
 
 from repo_service.client import open_repository
-from repo_service.domain.errors import ArtifactNotFound, PushNotFound
+from repo_service.domain.errors import ArtifactNotFound, ChunksMissing, PushNotFound, StorageFull
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import GarbageReport
 from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.reserve import Reserve
+from repo_service.storage import LocalStore
 
 MADE_WITH = fingerprint()
 
@@ -284,3 +287,108 @@ def test_a_service_collects_and_scrubs_by_itself(root: Path, tmp_path: Path, mon
     (line,) = (tmp_path / "audit").read_text().splitlines()
     removed = json.loads(line)["removed"]
     assert removed == {"kind": "chunk", "name": f"blake3:{'0' * 64}", "reason": "no row knows it"}
+
+
+def failing_after(store: type[LocalStore], method: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next write below ``prefix`` happens, and then says that the disk is full."""
+    original = getattr(store, method)
+    left = [1]
+
+    def call(self: LocalStore, key: str, *data: bytes, **options: bool) -> None:
+        original(self, key, *data, **options)
+        if key.startswith(prefix) and left:
+            left.pop()
+            raise StorageFull("no space")
+
+    monkeypatch.setattr(store, method, call)
+
+
+def test_a_commit_that_fails_after_the_entry_was_written_leaves_none(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_local(f"file://{root}") as repository:
+        failing_after(LocalStore, "put", "entries/", monkeypatch)
+        with pytest.raises(StorageFull):
+            push(repository, made(1))
+        assert not list((root / "entries").rglob("*.json"))
+        assert not repository._index.unsettled()
+        info, _ = push(repository, made(1))
+        assert repository.check(info.id, "default").ok
+
+
+def test_a_commit_that_fails_takes_nothing_from_whoever_published_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_local(f"file://{root}") as repository:
+        info, _ = push(repository, made(1))
+        failing_after(LocalStore, "put", "entries/", monkeypatch)
+        with pytest.raises(StorageFull):
+            push(repository, made(1))
+        assert repository.reindex().corrupt == []
+        repository.collect_garbage(grace_s=0)
+        assert repository.check(info.id, "default").ok
+
+
+def test_a_deletion_that_fails_leaves_the_artifact_with_its_tags(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_local(f"file://{root}") as repository:
+        info, _ = push(repository, made(1))
+        repository.set_tag("default", "name", info.id)
+        before = stored(root)
+        (root / "index.sqlite-reserve").unlink()
+        monkeypatch.setattr(Reserve, "keep", lambda _: None)
+        failing_after(LocalStore, "delete", "tags/", monkeypatch)
+        with pytest.raises(StorageFull):
+            repository.delete(info.id, "default")
+        assert stored(root) == before
+        assert repository.reindex().corrupt == []
+        assert repository.artifact("name", "default").tags == ["name"]
+
+
+def test_of_two_deletions_at_once_neither_brings_anything_back(root: Path) -> None:
+    with open_local(f"file://{root}") as one, open_local(f"file://{root}") as other:
+        for _ in range(10):
+            info, _ = push(one, made(1))
+            one.set_tag("default", "name", info.id)
+            with ThreadPoolExecutor(2) as pool:
+                ended = [pool.submit(r.delete, info.id, "default") for r in (one, other)]
+            assert sum(future.exception() is None for future in ended) >= 1
+            assert stored(root) == set()
+            assert one.reindex().artifacts == 0
+
+
+def test_the_tag_of_an_artifact_that_cannot_be_read_stays(root: Path) -> None:
+    with open_local(f"file://{root}") as repository:
+        info, _ = push(repository, made(1))
+        repository.set_tag("default", "name", info.id)
+        record = next(path for path in (root / "blocks").rglob("*.json"))
+        whole = record.read_bytes()
+        record.write_bytes(whole[:-1])
+        repository.reindex()
+        repository.collect_garbage(grace_s=0)
+        record.write_bytes(whole)
+        assert repository.reindex().tags == 1
+
+
+def test_a_damaged_chunk_is_not_taken_up_by_a_push_after_its_artifact_went(root: Path) -> None:
+    one = made(1)
+    with open_local(f"file://{root}") as repository:
+        info, sent = push(repository, one)
+        digest = sent[0]
+        repository._index.mark_damaged([digest])
+        repository._index.unpublish("default", info.id)
+        running = repository.begin_push(MADE_WITH, "default")
+        assert digest in offer(running, one[0], one[1])
+
+
+def test_a_damaged_token_chunk_is_sent_again(root: Path) -> None:
+    one = made(1)
+    with open_local(f"file://{root}") as repository:
+        info, _ = push(repository, one)
+        assert one[0].tokens is not None
+        (digest,) = one[0].tokens
+        path = root / "chunks" / digest[7:9] / digest[9:]
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        with pytest.raises(ChunksMissing, match=digest):
+            push(repository, one)
+        assert push(repository, one)[1] == [digest]
+        assert repository.check(info.id, "default").ok

@@ -38,15 +38,13 @@ _KNOWN = select(Chunk.digest, Chunk.id, Chunk.state, Chunk.dtype, Chunk.shape).j
     _DIGESTS, (Chunk.namespace == bindparam("namespace")) & (Chunk.digest == _DIGESTS.c.digest)
 )
 _SET_STATE = update(Chunk).where(Chunk.id.in_(id_list())).values(state=bindparam("new_state"))
-_IS_PUBLISHED = exists().where(BlockChunk.chunk_id == Chunk.id) | exists().where(
-    ArtifactTokenChunk.chunk_id == Chunk.id
-)
-_IS_PUSHED = exists().where(PushChunk.chunk_id == Chunk.id)
+IS_PUBLISHED = exists().where(BlockChunk.chunk_id == Chunk.id) | exists().where(ArtifactTokenChunk.chunk_id == Chunk.id)
+IS_PUSHED = exists().where(PushChunk.chunk_id == Chunk.id)
 _STORE = (
     update(Chunk)
     .where(Chunk.id == bindparam("chunk_id"))
     .values(
-        state=case((_IS_PUBLISHED, ChunkState.PUBLISHED), else_=ChunkState.STORED),
+        state=case((IS_PUBLISHED, ChunkState.PUBLISHED), else_=ChunkState.STORED),
         dtype=bindparam("of_dtype"),
         shape=bindparam("of_shape"),
         size=bindparam("of_size"),
@@ -54,11 +52,13 @@ _STORE = (
 )
 _UNPUBLISH = (
     update(Chunk)
-    .where(Chunk.id.in_(id_list()), ~_IS_PUBLISHED)
+    .where(Chunk.id.in_(id_list()), ~IS_PUBLISHED)
     .values(
         state=case(
-            (_IS_PUSHED & (Chunk.state == ChunkState.AWAITED), ChunkState.AWAITED),
-            (_IS_PUSHED, ChunkState.STORED),
+            (IS_PUSHED & (Chunk.state == ChunkState.AWAITED), ChunkState.AWAITED),
+            (IS_PUSHED, ChunkState.STORED),
+            # Its bytes are damaged: nobody is to take it up again.
+            (Chunk.state == ChunkState.AWAITED, ChunkState.ABANDONED),
             else_=ChunkState.LOOSE,
         )
     )
@@ -71,7 +71,7 @@ _UNPUSH = (
         # Not by the index on states, which would visit the chunks of every running push.
         (Chunk.state + 0).in_((ChunkState.AWAITED, ChunkState.STORED)),
         ~exists().where(_OTHER.c.chunk_id == Chunk.id, _OTHER.c.push_id != bindparam("push")),
-        ~_IS_PUBLISHED,
+        ~IS_PUBLISHED,
     )
     .values(state=case((Chunk.state == ChunkState.STORED, ChunkState.LOOSE), else_=ChunkState.ABANDONED))
 )

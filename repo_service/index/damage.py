@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, exists, select, update
+from sqlalchemy import Connection, bindparam, case, exists, select, update
 
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
 from repo_service.domain.layout import ChunkSpec
@@ -53,7 +53,7 @@ _PUBLISHED = (BlockChunk.chunk_id, ArtifactTokenChunk.chunk_id)
 _MARK = (
     update(Chunk)
     .where(Chunk.digest.in_(select(_DIGESTS.c.digest)), Chunk.state.in_(PRESENT))
-    .values(state=ChunkState.AWAITED)
+    .values(state=case((Chunk.state == ChunkState.LOOSE, ChunkState.ABANDONED), else_=ChunkState.AWAITED))
 )
 _HOLDERS = (
     select(Artifact.namespace, Artifact.digest)

@@ -28,13 +28,13 @@ from repo_service.index import (
 from repo_service.index.engine import Database
 from repo_service.index.entry import Entry
 from repo_service.index.pushes import Offered, PushRow
-from repo_service.index.unsettled import ENTRY, TAG, Noted
+from repo_service.index.unsettled import ENTRY, TAG, Noted, Undo
 from repo_service.index.upkeep import USES_S, Upkeep
 from repo_service.index.uses import Uses
 
 
-def _nothing(_: Any) -> None:
-    """What is written down where a caller keeps no store."""
+def _nothing(*_: Any) -> None:
+    """What is written down, and undone, where a caller keeps no store."""
 
 
 class Index(Upkeep):
@@ -173,13 +173,16 @@ class Index(Upkeep):
         with self._database.write() as connection:
             return pushes.expire(connection, now)
 
-    def publish(self, entry: Entry, write: Callable[[ArtifactInfo], None] = _nothing) -> ArtifactInfo:
+    def publish(
+        self, entry: Entry, write: Callable[[ArtifactInfo], None] = _nothing, undo: Undo = _nothing
+    ) -> ArtifactInfo:
         """Make an artifact visible, durably; publishing it again returns the first one unchanged.
 
         ``write``, here and in the other methods that take one, puts down in the store what the rows
         say. It is called under the write lock before the rows are committed, so that store and index
         have one order of events; if it raises, nothing changes here. It must not use the index. That
-        it was about to be called is noted durably before, for `settle`.
+        it was about to be called is noted durably before, for `settle`; ``undo`` is called under the lock
+        where the commit failed after that, with what the rows say then.
 
         Raises
         ------
@@ -189,14 +192,18 @@ class Index(Upkeep):
         Divergence
             If a block is published with another record.
         """
-        with unsettled.noted(self._database, Noted(ENTRY, entry.namespace, entry.manifest.id)) as both:
+        with unsettled.noted(self._database, Noted(ENTRY, entry.namespace, entry.manifest.id), undo) as both:
             publishing.publish(both.connection, entry)
             info = lookup.artifact(both.connection, entry.namespace, entry.manifest.id)
             both.write(write, info)
             return info
 
     def unpublish(
-        self, namespace: str, artifact_id: str, write: Callable[[ArtifactInfo], None] = _nothing
+        self,
+        namespace: str,
+        artifact_id: str,
+        write: Callable[[ArtifactInfo], None] = _nothing,
+        undo: Undo = _nothing,
     ) -> list[str]:
         """Remove an artifact and return the names of the tags that went with it; ``write`` is told what it was.
 
@@ -204,7 +211,7 @@ class Index(Upkeep):
         ------
         ArtifactNotFound
         """
-        with unsettled.noted(self._database, Noted(ENTRY, namespace, artifact_id)) as both:
+        with unsettled.noted(self._database, Noted(ENTRY, namespace, artifact_id), undo) as both:
             publishing.require_artifact(both.connection, namespace, artifact_id)
             info = lookup.artifact(both.connection, namespace, artifact_id)
             publishing.unpublish(both.connection, namespace, artifact_id)
@@ -293,18 +300,21 @@ class Index(Upkeep):
         artifact_id: str,
         updated_at: datetime,
         write: Callable[[TagInfo], None] = _nothing,
+        undo: Undo = _nothing,
     ) -> TagInfo:
         """Make a tag, or move it; raises `ArtifactNotFound`."""
-        with unsettled.noted(self._database, Noted(TAG, namespace, name)) as both:
+        with unsettled.noted(self._database, Noted(TAG, namespace, name), undo) as both:
             tag = tags.set_tag(both.connection, namespace, name, artifact_id, updated_at)
             both.write(write, tag)
             return tag
 
-    def delete_tag(self, namespace: str, name: str, write: Callable[[None], None] = _nothing) -> None:
+    def delete_tag(
+        self, namespace: str, name: str, write: Callable[[None], None] = _nothing, undo: Undo = _nothing
+    ) -> None:
         """Remove a tag; raises `TagNotFound`."""
         with self._database.read() as connection:
             tags.require(connection, namespace, name)
-        with unsettled.noted(self._database, Noted(TAG, namespace, name)) as both:
+        with unsettled.noted(self._database, Noted(TAG, namespace, name), undo) as both:
             tags.delete_tag(both.connection, namespace, name)
             both.write(write, None)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, bindparam, delete, exists, select, update
 
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest
+from repo_service.index import chunks
 from repo_service.index.dialect import bound, digest_list
 from repo_service.index.models import (
     Block,
@@ -69,6 +70,8 @@ _RECORDS = select(
 def doom(connection: Connection) -> None:
     """Withdraw the promise of every chunk that nothing refers to; to be durable before any byte goes."""
     connection.execute(update(Chunk).where(Chunk.state == ChunkState.LOOSE).values(state=ChunkState.DOOMED))
+    unneeded = (Chunk.state == ChunkState.AWAITED) & ~chunks.IS_PUBLISHED & ~chunks.IS_PUSHED
+    connection.execute(update(Chunk).where(unneeded).values(state=ChunkState.ABANDONED))
 
 
 def listed(connection: Connection, expired_pushes: int) -> Reclaimable:

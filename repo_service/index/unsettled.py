@@ -9,16 +9,18 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Connection, delete, insert, select
 
+from repo_service.domain.digest import SHA256, format_digest, parse_digest
 from repo_service.domain.errors import UNREADABLE, KvgraftError, TagNotFound
 from repo_service.domain.views import TagInfo
 from repo_service.index import publishing, tags, times
 from repo_service.index.engine import Database
 from repo_service.index.entry import Entry
-from repo_service.index.models import Unsettled
+from repo_service.index.models import Artifact, Tag, Unsettled
 
 T = TypeVar("T")
 
@@ -36,6 +38,10 @@ class Noted(NamedTuple):
 
 Look = Callable[[Noted], Entry | TagInfo | None]
 """What the store holds of a document; raises one of `UNREADABLE` if that can't be read, which changes nothing."""
+
+
+Undo = Callable[[Noted, datetime | None, list[TagInfo]], None]
+"""Makes the store say what rows say of a document: when its artifact was published, and the tags."""
 
 
 class Both:
@@ -60,24 +66,52 @@ class Both:
 
 
 @contextmanager
-def noted(database: Database, *documents: Noted) -> Iterator[Both]:
-    """A durable transaction in which the caller also writes ``documents`` to the store."""
+def noted(database: Database, document: Noted, undo: Undo) -> Iterator[Both]:
+    """A durable transaction in which the caller also writes ``document`` to the store.
+
+    If it fails when the store may have changed, ``undo`` makes the store say what the rows say by then,
+    under the write lock. Where even that fails the note stays, for `settle`.
+    """
     operation = uuid.uuid4().hex
     both = None
     try:
         while both is None:
             with database.write_durably() as connection:
-                connection.execute(insert(Unsettled), [{"operation": operation, **d._asdict()} for d in documents])
+                connection.execute(insert(Unsettled).values(operation=operation, **document._asdict()))
             with database.write_durably() as connection:
                 # Gone with the commit. Where another process settled it meanwhile, nothing was written: once more.
-                if _forget(connection, operation) == len(documents):
+                if _forget(connection, operation):
                     both = Both(connection)
                     yield both
     except BaseException:
-        if both is None or not both.begun:
-            with suppress(KvgraftError), database.write() as connection:
-                _forget(connection, operation)
+        with suppress(KvgraftError), database.write() as connection:
+            if both is not None and both.begun:
+                undo(document, *_rows(connection, document))
+            _forget(connection, operation)
         raise
+
+
+def _rows(connection: Connection, document: Noted) -> tuple[datetime | None, list[TagInfo]]:
+    """When an entry's artifact was published and its tags, or the tag; None and none where there is no row."""
+    columns = (Artifact.digest, Artifact.created_at, Tag.namespace, Tag.name, Tag.updated_at)
+    found = select(*columns).join_from(Artifact, Tag, Tag.artifact_id == Artifact.id, isouter=True)
+    if document.kind == ENTRY:
+        digest = parse_digest(document.name, SHA256)
+        found = found.where(Artifact.namespace == document.namespace, Artifact.digest == digest)
+    else:
+        found = found.where(Tag.namespace == document.namespace, Tag.name == document.name)
+    rows = connection.execute(found).all()
+    tags_of = [
+        TagInfo(
+            namespace=row.namespace,
+            name=row.name,
+            artifact_id=format_digest(SHA256, row.digest),
+            updated_at=times.from_microseconds(row.updated_at),
+        )
+        for row in rows
+        if row.name is not None
+    ]
+    return (times.from_microseconds(rows[0].created_at) if rows else None), tags_of
 
 
 def _forget(connection: Connection, operation: str) -> int:
@@ -99,20 +133,29 @@ def settle(
     ``remove`` deletes the document of a tag whose artifact is gone.
     """
     columns = (Unsettled.kind, Unsettled.namespace, Unsettled.name)
-    noted = (Noted(*row) for row in connection.execute(select(*columns).distinct()))
+    noted = [Noted(*row) for row in connection.execute(select(*columns).distinct())]
+    unread: list[Noted] = []
     # Entries before tags, which point to them.
     documents = sorted({*noted, *found})
     for document in documents:
         try:
             content = look(document)
         except UNREADABLE:
+            unread.append(document)
             continue
         if document.kind == ENTRY:
             _settle_entry(connection, document, content, remove)
         else:
-            _settle_tag(connection, document, content, remove)
-    connection.execute(delete(Unsettled))
-    return documents
+            _settle_tag(connection, document, content, look, remove)
+    for document in set(noted) - set(unread):
+        connection.execute(
+            delete(Unsettled).where(
+                Unsettled.kind == document.kind,
+                Unsettled.namespace == document.namespace,
+                Unsettled.name == document.name,
+            )
+        )
+    return [document for document in documents if document not in unread]
 
 
 def _settle_entry(
@@ -127,11 +170,21 @@ def _settle_entry(
 
 
 def _settle_tag(
-    connection: Connection, document: Noted, found: Entry | TagInfo | None, remove: Callable[[Noted], None]
+    connection: Connection,
+    document: Noted,
+    found: Entry | TagInfo | None,
+    look: Look,
+    remove: Callable[[Noted], None],
 ) -> None:
     if isinstance(found, TagInfo):
         if publishing.artifact_row_id(connection, found.namespace, found.artifact_id) is None:
-            remove(document)
+            try:
+                entry = look(Noted(ENTRY, found.namespace, found.artifact_id))
+            except UNREADABLE:
+                # Its artifact can't be read just now, but is not gone.
+                return
+            if entry is None:
+                remove(document)
         else:
             tags.set_tag(connection, found.namespace, found.name, found.artifact_id, found.updated_at)
         return

@@ -167,6 +167,8 @@ class _Tally:
 
     def reclaim(self, store: Store, index: Index) -> tuple[int, int]:
         """Remove the chunks and block records that nothing refers to; returns the number of chunks and their bytes."""
+        # An entry that a crash left without rows still needs what it names.
+        settle(store, index)
         return index.reclaim(lambda records, chunks: self.remove(store, Objects(chunks, records), _UNNEEDED))
 
     def sweep(self, store: Store, index: Index, objects: Objects) -> None:

@@ -6,12 +6,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import NoReturn
 
 from typing_extensions import Buffer
 
 from repo_service.domain.digest import chunk_digest, sha256_digest
 from repo_service.domain.errors import (
+    ChunkCorrupt,
     ChunksMissing,
     DigestMismatch,
     MalformedDocument,
@@ -33,14 +35,14 @@ from repo_service.services.documents import (
     block_record_key,
     chunk_key,
     divergence_place,
-    entry_key,
     manifest_key,
     seal,
 )
 from repo_service.services.garbage import remove_loose
 from repo_service.services.read import held_chunks, read_tokens
 from repo_service.services.retention import read_policy
-from repo_service.services.undo import put_back_on_failure
+from repo_service.services.settle import settle
+from repo_service.services.undo import follow_rows
 from repo_service.storage import Store
 
 LEASE = timedelta(hours=1)
@@ -60,6 +62,8 @@ def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: 
     Layout.of(fingerprint)
     push_id = uuid.uuid4().hex
     now = datetime.now(UTC)
+    # What a crash left unsettled may need what an expired push holds.
+    settle(store, index)
     index.expire_pushes(now)
     index.begin_push(push_id, namespace, fingerprint, now + LEASE)
     return LocalPush(store, index, push_id)
@@ -135,7 +139,14 @@ class LocalPush(Push):
             raise ChunksMissing(
                 f"{len(missing)} chunks have not arrived, the first is {missing[0]}", missing=missing[:1000]
             )
-        tokens = read_tokens(self._store, manifest)
+        try:
+            tokens = read_tokens(self._store, manifest)
+        except ChunkCorrupt as error:
+            digest = error.details["digest"]
+            self._index.mark_damaged([digest])
+            raise ChunksMissing(
+                f"the chunk {digest} was damaged in the store: send it again", missing=[digest]
+            ) from None
         if tokens is not None:
             manifest.check_keys(records, tokens)
         documents = {block_record_key(push.namespace, record.key): record.data for record in records}
@@ -154,8 +165,7 @@ class LocalPush(Push):
 
         entry = Entry(push.namespace, manifest, records, tokens, datetime.now(UTC))
         try:
-            with put_back_on_failure(self._store, [entry_key(push.namespace, manifest.id)]):
-                info = self._index.publish(entry, write)
+            info = self._index.publish(entry, write, partial(follow_rows, self._store))
         except DivergenceError as error:
             refused = next(record for record in records if record.key == error.details["block_key"])
             self._diverged(push.namespace, refused, error.details["stored_record"])

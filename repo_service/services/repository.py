@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -44,7 +45,7 @@ from repo_service.services.reserve import Reserve
 from repo_service.services.retention import Clock, read_policy, write_policy
 from repo_service.services.scrub import scrub
 from repo_service.services.settle import settle
-from repo_service.services.undo import put_back_on_failure
+from repo_service.services.undo import follow_rows
 from repo_service.services.withdraw import withdraw
 from repo_service.storage import LocalStore, MemoryStore, Store
 from repo_service.version import FORMAT_VERSION, __version__
@@ -204,19 +205,20 @@ class LocalRepository(Repository):
         check_tag(name)
         artifact = self.artifact(artifact_id, namespace)
         key = tag_key(namespace, name)
-        with put_back_on_failure(self._store, [key]):
-            return self._index.set_tag(
-                namespace, name, artifact.id, datetime.now(UTC), lambda tag: self._store.put(key, seal(tag))
-            )
+        return self._index.set_tag(
+            namespace,
+            name,
+            artifact.id,
+            datetime.now(UTC),
+            lambda tag: self._store.put(key, seal(tag)),
+            partial(follow_rows, self._store),
+        )
 
     def delete_tag(self, namespace: str, name: str) -> None:
         key = tag_key(namespace, name)
 
-        def delete() -> None:
-            with put_back_on_failure(self._store, [key]):
-                self._index.delete_tag(namespace, name, lambda _: self._store.delete(key))
-
-        self._reserve.spent_on(delete)
+        undo = partial(follow_rows, self._store)
+        self._reserve.spent_on(lambda: self._index.delete_tag(namespace, name, lambda _: self._store.delete(key), undo))
 
     def delete(self, artifact_id: str, namespace: str) -> DeleteReport:
         artifact = self._index.artifact(check_namespace(namespace), artifact_id)

@@ -29,7 +29,7 @@ class Reserve:
 
     def keep(self) -> None:
         """Make the file if it is not there and there is room for it."""
-        if self._path is None or self._path.exists():
+        if self._path is None or (self._path.exists() and self._path.stat().st_size >= SIZE):
             return
         with suppress(OSError):
             fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)

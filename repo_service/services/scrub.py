@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from repo_service.domain.errors import UNREADABLE, ChunkCorrupt
+from repo_service.domain.errors import UNREADABLE, ChunkCorrupt, StorageFull
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.domain.views import Damage, ScrubReport, View
@@ -187,7 +187,11 @@ class _Scrub:
         if data is None:
             return None
         aside = f"{QUARANTINE}/{key}"
-        self._store.put(aside, data)
+        try:
+            self._store.put(aside, data)
+        except StorageFull:
+            # Finding and healing the rest is worth more than the copy.
+            return None
         return aside
 
     def _add(

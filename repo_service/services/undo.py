@@ -1,23 +1,33 @@
-"""Putting the store back as it was when the index could not follow it."""
+"""The store put back where a transaction failed after it had written there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from datetime import datetime
 
+from repo_service.domain.views import TagInfo
+from repo_service.index import ENTRY, Noted
+from repo_service.services.documents import EntryDocument, entry_key, seal, tag_key, tag_place
 from repo_service.storage import Store
 
 
-@contextmanager
-def put_back_on_failure(store: Store, keys: Iterable[str]) -> Iterator[None]:
-    """Undo what the block did to small documents if it raises, as when a disk is too full to commit."""
-    before = {key: store.get(key) for key in keys}
-    try:
-        yield
-    except Exception:
-        for key, data in before.items():
-            if data is None:
-                store.delete(key)
-            elif store.get(key) != data:
-                store.put(key, data)
-        raise
+def follow_rows(store: Store, document: Noted, created_at: datetime | None, tags: list[TagInfo]) -> None:
+    """Make the store say of a document what the rows say, which other writers may have changed meanwhile.
+
+    Called under the write lock.
+    """
+    if document.kind != ENTRY:
+        _say(store, tag_key(document.namespace, document.name), seal(tags[0]) if tags else None)
+        return
+    entry = None
+    if created_at is not None:
+        entry = seal(EntryDocument(namespace=document.namespace, artifact_id=document.name, created_at=created_at))
+    _say(store, entry_key(document.namespace, document.name), entry)
+    for tag in tags:
+        _say(store, tag_place(tag), seal(tag))
+
+
+def _say(store: Store, key: str, data: bytes | None) -> None:
+    if data is None:
+        store.delete(key)
+    elif store.get(key) != data:
+        store.put(key, data)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from repo_service.domain.views import ArtifactInfo
 from repo_service.index import Index
 from repo_service.services.documents import entry_key, tag_key
-from repo_service.services.undo import put_back_on_failure
+from repo_service.services.undo import follow_rows
 from repo_service.storage import Store
 
 
@@ -36,5 +37,4 @@ def withdraw(
         for name in now.tags:
             store.delete(tag_key(namespace, name))
 
-    with put_back_on_failure(store, [entry, *(tag_key(namespace, name) for name in artifact.tags)]):
-        return index.unpublish(namespace, artifact.id, write)
+    return index.unpublish(namespace, artifact.id, write, partial(follow_rows, store))
