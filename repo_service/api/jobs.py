@@ -29,7 +29,9 @@ def running(repository: LocalRepository, settings: Settings) -> Iterator[None]:
     def collect() -> None:
         nonlocal collections
         collections += 1
-        repository.collect_garbage(grace_s=settings.gc_grace_seconds, sweep=collections % _SWEEP_EVERY == 0)
+        sweep = collections % _SWEEP_EVERY == 0
+        for key in repository.collect_garbage(grace_s=settings.gc_grace_seconds, sweep=sweep).unreadable:
+            _log.error("%s can't be read; until it can, what the index does not know is not collected", key)
 
     def scrub() -> None:
         rate = settings.scrub_mib_per_second * 2**20
