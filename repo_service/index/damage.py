@@ -11,7 +11,7 @@ from sqlalchemy import Connection, bindparam, case, exists, select, update
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.views import TagInfo
-from repo_service.index import chunks, times
+from repo_service.index import chunks, tags, times
 from repo_service.index.dialect import bound, digest_list
 from repo_service.index.models import (
     PRESENT,
@@ -82,19 +82,18 @@ def artifacts_after(connection: Connection, row: int, limit: int) -> list[Publis
         .order_by(Artifact.id)
         .limit(limit)
     ).all()
-    tags: dict[int, list[TagInfo]] = {row.id: [] for row in rows}
-    digests = {row.id: format_digest(SHA256, row.digest) for row in rows}
-    for tag in connection.execute(select(*Tag.__table__.columns).where(Tag.artifact_id.in_(list(tags)))):
-        tags[tag.artifact_id].append(
-            TagInfo(
-                namespace=tag.namespace,
-                name=tag.name,
-                artifact_id=digests[tag.artifact_id],
-                updated_at=times.from_microseconds(tag.updated_at),
-            )
-        )
+    digests = {row.id: row.digest for row in rows}
+    tagged: dict[int, list[TagInfo]] = {row.id: [] for row in rows}
+    for tag in connection.execute(select(*Tag.__table__.columns).where(Tag.artifact_id.in_(list(tagged)))):
+        tagged[tag.artifact_id].append(tags.view(tag, digests[tag.artifact_id]))
     return [
-        PublishedArtifact(row.id, row.namespace, digests[row.id], times.from_microseconds(row.created_at), tags[row.id])
+        PublishedArtifact(
+            row.id,
+            row.namespace,
+            format_digest(SHA256, row.digest),
+            times.from_microseconds(row.created_at),
+            tagged[row.id],
+        )
         for row in rows
     ]
 

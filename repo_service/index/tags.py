@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, Row, delete, select
 
 from repo_service.domain.digest import SHA256, format_digest
 from repo_service.domain.errors import TagNotFound
@@ -22,15 +23,17 @@ def of(connection: Connection, namespace: str) -> list[TagInfo]:
         .where(Tag.namespace == namespace)
         .order_by(Tag.name)
     )
-    return [
-        TagInfo(
-            namespace=row.namespace,
-            name=row.name,
-            artifact_id=format_digest(SHA256, row.digest),
-            updated_at=times.from_microseconds(row.updated_at),
-        )
-        for row in rows
-    ]
+    return [view(row, row.digest) for row in rows]
+
+
+def view(row: Row[*tuple[Any, ...]], artifact: bytes) -> TagInfo:
+    """The tag in a row with ``namespace``, ``name`` and ``updated_at``, of the artifact with a digest."""
+    return TagInfo(
+        namespace=row.namespace,
+        name=row.name,
+        artifact_id=format_digest(SHA256, artifact),
+        updated_at=times.from_microseconds(row.updated_at),
+    )
 
 
 def set_tag(connection: Connection, namespace: str, name: str, artifact_id: str, updated_at: datetime) -> TagInfo:

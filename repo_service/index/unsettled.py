@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from sqlalchemy import Connection, delete, insert, select
 
-from repo_service.domain.digest import SHA256, format_digest, parse_digest
+from repo_service.domain.digest import SHA256, parse_digest
 from repo_service.domain.errors import UNREADABLE, KvgraftError, TagNotFound
 from repo_service.domain.views import TagInfo
 from repo_service.index import publishing, tags, times
@@ -101,16 +101,7 @@ def _rows(connection: Connection, document: Noted) -> tuple[datetime | None, lis
     else:
         found = found.where(Tag.namespace == document.namespace, Tag.name == document.name)
     rows = connection.execute(found).all()
-    tags_of = [
-        TagInfo(
-            namespace=row.namespace,
-            name=row.name,
-            artifact_id=format_digest(SHA256, row.digest),
-            updated_at=times.from_microseconds(row.updated_at),
-        )
-        for row in rows
-        if row.name is not None
-    ]
+    tags_of = [tags.view(row, row.digest) for row in rows if row.name is not None]
     return (times.from_microseconds(rows[0].created_at) if rows else None), tags_of
 
 

@@ -13,7 +13,6 @@ from repo_service.domain.policy import Policy, policy_of
 from repo_service.domain.views import ArtifactInfo
 from repo_service.index import Index, LetGo
 from repo_service.services.documents import POLICIES, PolicyDocument, policy_key, policy_place, seal, unseal
-from repo_service.services.settle import settle
 from repo_service.services.withdraw import withdraw
 from repo_service.storage import Store
 
@@ -120,7 +119,6 @@ def apply_policies(
     """
     unreadable: list[str] = []
     all_gone: list[LetGo] = []
-    kept = False
     for key, document in stored_policies(store):
         if document is None:
             _log.error("%s can't be read: its namespace keeps everything until the policy is set anew", key)
@@ -132,16 +130,10 @@ def apply_policies(
             try:
                 if not dry_run:
                     _withdraw(store, index, artifact, document.policy)
-            except ArtifactNotFound:
-                continue
-            except _Kept:
-                kept = True
+            except (ArtifactNotFound, _Kept):
                 continue
             all_gone.append(artifact)
             gone(artifact)
-    if kept:
-        # Of what was noted before it was found that the artifact stays.
-        settle(store, index)
     return all_gone, unreadable
 
 
