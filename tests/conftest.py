@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tiny models run several times faster on one thread than on two; real ones ask for more.
@@ -10,6 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+from serving import served
+
+from repo_service.client import open_repository
+from repo_service.domain.repository import Repository
 
 # The machines that run this are shared; how long an example takes says nothing.
 settings.register_profile("kvgraft", deadline=None)
@@ -20,3 +26,20 @@ settings.load_profile("kvgraft")
 def matrix() -> list[str]:
     """The graft points that were compared, one line each."""
     return []
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where `repository` lies."""
+    return tmp_path / "repository"
+
+
+@pytest.fixture(params=["embedded", "service"])
+def repository(request: pytest.FixtureRequest, root: Path) -> Iterator[Repository]:
+    """A new repository, opened in this process and through a service."""
+    if request.param == "embedded":
+        with open_repository(f"file://{root}") as opened:
+            yield opened
+    else:
+        with served(root) as url, open_repository(url) as opened:
+            yield opened

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,21 +29,6 @@ from repo_service.services.reserve import Reserve
 from repo_service.storage import LocalStore
 
 MADE_WITH = fingerprint()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "repository"
-
-
-@pytest.fixture(params=["embedded", "service"])
-def repository(request: pytest.FixtureRequest, root: Path) -> Iterator[Repository]:
-    if request.param == "embedded":
-        with open_repository(f"file://{root}") as opened:
-            yield opened
-    else:
-        with served(root) as url, open_repository(url) as opened:
-            yield opened
 
 
 def made(seed: int, count: int = 40) -> Artifact:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from pushing import Artifact, offer, push
 from pydantic import ValidationError
-from serving import served
 from synthetic import artifact, fingerprint
 
 from repo_service.cli.main import main
@@ -40,23 +39,6 @@ from repo_service.services.retention import Clock
 MADE_WITH = fingerprint()
 DAY = timedelta(days=1)
 NS = "default"
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "repository"
-
-
-@pytest.fixture(params=["embedded", "service"])
-def repository(request: pytest.FixtureRequest, root: Path) -> Iterator[Repository]:
-    if request.param == "embedded":
-        with open_repository(f"file://{root}") as opened:
-            yield opened
-    else:
-        with served(root) as url, open_repository(url) as opened:
-            # A signal that comes before the first answer may be lost.
-            opened.info()
-            yield opened
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,21 +29,6 @@ KINDS = {
     "tags": "tag",
     "divergences": "divergence",
 }
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "repository"
-
-
-@pytest.fixture(params=["embedded", "service"])
-def repository(request: pytest.FixtureRequest, root: Path) -> Iterator[Repository]:
-    if request.param == "embedded":
-        with open_repository(f"file://{root}") as opened:
-            yield opened
-    else:
-        with served(root) as url, open_repository(url) as opened:
-            yield opened
 
 
 def made(seed: int, count: int = 40, state: int = 0) -> Artifact:

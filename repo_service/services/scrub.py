@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from repo_service.domain.errors import UNREADABLE, ChunkCorrupt, StorageFull
 from repo_service.domain.layout import ChunkSpec
-from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.domain.views import Damage, ScrubReport, View
 from repo_service.index import ENTRY, TAG, Index, Noted
 from repo_service.services.documents import (
@@ -99,12 +98,10 @@ class _Scrub:
     def documents(self) -> None:
         """Manifests, entries and tags of every artifact, and the divergences."""
         row = 0
-        namespaces: set[str] = set()
         while page := self._index.artifacts_after(row, _PAGE):
             row = page[-1].row
             for item in page:
                 self.counts["artifact"] += 1
-                namespaces.add(item.namespace)
                 try:
                     read_manifest(self._store, item.id)
                 except UNREADABLE:
@@ -113,7 +110,7 @@ class _Scrub:
                 self._sealed("entry", Noted(ENTRY, item.namespace, item.id), entry, lambda e: e.key)
                 for tag in item.tags:
                     self._sealed("tag", Noted(TAG, tag.namespace, tag.name), tag, tag_place)
-        for namespace in sorted(namespaces | {DEFAULT_NAMESPACE}):
+        for namespace in self._index.namespaces():
             for divergence in self._index.divergences(namespace):
                 self._sealed("divergence", None, divergence, divergence_place)
 
