@@ -13,14 +13,14 @@ from sqlalchemy import text
 
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing
 from repo_service.index import Index
-from repo_service.index.models import ChunkState
+from repo_service.index.models import HELD, ChunkState
 
 ENTRIES = [entry(tokens, namespace=namespace) for namespace in ("one", "two") for tokens in ([0] * 16, [0] * 20)]
 
 entries = st.integers(0, len(ENTRIES) - 1)
 operations = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["offer", "publish", "unpublish"]), entries),
+        st.tuples(st.sampled_from(["offer", "publish", "unpublish", "damage", "rebuild"]), entries),
         st.tuples(st.sampled_from(["send"]), entries, st.integers(0, 20)),
         st.tuples(st.sampled_from(["end", "reclaim", "interrupt", "expire"]), entries),
     ),
@@ -44,6 +44,7 @@ class Model:
         self.stored: set[str] = set()
         self.pushes: dict[int, str] = {}
         self.published: set[int] = set()
+        self.damaged: set[str] = set()
         index.rebuild([], [], [])
         index.expire_pushes(datetime.now(UTC) + 9 * DAY)
         index.reclaim(self.remove)
@@ -55,6 +56,7 @@ class Model:
             push = self.pushes.setdefault(number, push or begin(self.index, what.namespace))
             for digest in self.index.offer(push, what.records, what.specs()).missing[:count]:
                 self.stored.add(digest)
+                self.damaged.discard(digest)
                 self.index.arrived(push, digest)
         elif name == "publish":
             try:
@@ -73,10 +75,20 @@ class Model:
         elif name == "expire":
             self.index.expire_pushes(datetime.now(UTC) + 2 * DAY)
             self.pushes.clear()
+        elif name == "damage":
+            self.damage(min(self.stored & set(what.specs()), default=None))
+        elif name == "rebuild":
+            self.index.rebuild([ENTRIES[n] for n in sorted(self.published)], [], [])
         elif name == "reclaim":
             self.index.reclaim(self.remove)
         elif name == "interrupt":
             self.interrupt()
+
+    def damage(self, digest: str | None) -> None:
+        if digest is not None:
+            self.stored.remove(digest)
+            self.damaged.add(digest)
+            self.index.mark_damaged([digest])
 
     def remove(self, _records: object, chunks: list[str]) -> None:
         self.stored -= set(chunks)
@@ -95,13 +107,13 @@ class Model:
         with self.index._database.read() as connection:
             rows = connection.execute(text(STATES)).all()
         for row in rows:
-            assert bool(row.published) == (row.state == ChunkState.PUBLISHED)
+            assert bool(row.published) == (row.state in HELD)
             if not row.published:
                 assert bool(row.pushed) == (row.state in (ChunkState.AWAITED, ChunkState.STORED))
             if row.state in (ChunkState.STORED, ChunkState.PUBLISHED, ChunkState.LOOSE):
                 assert f"blake3:{row.digest.hex()}" in self.stored, "what is promised is there"
         needed = {digest for number in self.published for digest in ENTRIES[number].specs()}
-        assert needed <= self.stored
+        assert needed <= self.stored | self.damaged
 
 
 STATES = """

@@ -15,7 +15,7 @@ from sqlalchemy import create_engine
 import repo_service
 from repo_service.domain.errors import NewerFormat, RepositoryError
 from repo_service.index import Index, migrate
-from repo_service.index.models import Base
+from repo_service.index.models import Base, ChunkState
 
 
 def schema(path: Path) -> dict[str, object]:
@@ -87,3 +87,28 @@ def test_migrations_are_found_inside_a_wheel(tmp_path: Path, monkeypatch: pytest
     (package / "migrations").mkdir(parents=True)
     monkeypatch.setattr(repo_service, "__file__", str(package / "__init__.py"))
     assert migrate.migrations() == package / "migrations"
+
+
+def test_states_of_chunks_are_told_apart_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "index.db"
+    with Index.open(f"sqlite:///{path}") as index:
+        publish(index, entry(range(20)))
+        count = len(index.dump()["chunks"])
+    with closing(sqlite3.connect(path)) as connection, connection:
+        rows = [row for (row,) in connection.execute("SELECT id FROM chunks ORDER BY id")]
+        assert len(rows) == count
+        # One that is damaged, and one in each state that got another number.
+        connection.execute("UPDATE chunks SET state = 0 WHERE id = ?", (rows[0],))
+        for state in (3, 4, 5):
+            connection.execute(
+                "INSERT INTO chunks (namespace, digest, dtype, shape, size, state) VALUES ('other', ?, 'U8', '[1]', 1, ?)",
+                (bytes(31) + bytes([state]), state),
+            )
+    set_revision(path, "0002")
+    with Index.open(f"sqlite:///{path}") as index:
+        assert len(index.dump()["chunks"]) == count
+    with closing(sqlite3.connect(path)) as connection:
+        states = dict(connection.execute("SELECT id, state FROM chunks WHERE namespace != 'other'"))
+        assert states == dict.fromkeys(rows, ChunkState.PUBLISHED) | {rows[0]: ChunkState.DAMAGED}
+        moved = connection.execute("SELECT state FROM chunks WHERE namespace = 'other' ORDER BY digest").fetchall()
+        assert moved == [(ChunkState.LOOSE,), (ChunkState.DOOMED,), (ChunkState.ABANDONED,)]

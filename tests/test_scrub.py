@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pushing import Artifact, push
 from serving import served
+from sqlalchemy import insert
 from synthetic import artifact, fingerprint
 
 from repo_service.client import open_repository
 from repo_service.client.repair import repair
-from repo_service.domain.errors import ChunkCorrupt, DocumentCorrupt, InvalidInput
+from repo_service.domain.errors import ChunkCorrupt, DocumentCorrupt, InvalidInput, QuotaExceeded
+from repo_service.domain.policy import Policy
 from repo_service.domain.repository import Repository
+from repo_service.index.models import Unsettled
+from repo_service.services import scrub as scrubbing
 from repo_service.services.repository import open_local
+from repo_service.storage import local
 
 MADE_WITH = fingerprint()
 KINDS = {
@@ -171,6 +179,126 @@ def test_the_command_heals_and_says_by_its_exit_code_whether_damage_is_left(root
     assert [one["healed"] for one in json.loads(healed.stdout)["repairs"]] == [True]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_disk_cannot_read_is_damage_and_heals(
+    root: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_local(f"file://{root}") as repository, open_repository(f"file://{tmp_path}/whole") as whole:
+        push(whole, made(1))
+        artifact_id = filled(repository)
+        path = files(root, kind)[0]
+        lose(path, monkeypatch)
+        (found,) = repository.scrub().damage
+        assert (found.kind, found.quarantined) == (KINDS[kind], None)
+        if not found.healed:
+            with pytest.raises((ChunkCorrupt, DocumentCorrupt)):
+                read(repository, artifact_id)
+            (healed,) = repair(whole, repository, [("default", artifact_id)])
+            assert healed.healed, healed.reason
+        assert repository.scrub().damage == []
+        read(repository, artifact_id)
+
+
+def lose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the file that lies there now fails with EIO; one put in its place can be read."""
+    lost = path.stat().st_ino
+    # Its inode is not to be given to another.
+    os.link(path, path.with_name("-lost"))
+    real_open, real_readv = open, os.readv
+
+    def failing_open(name: str, *rest: Any, **named: Any) -> Any:
+        if os.path.exists(name) and os.stat(name).st_ino == lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real_open(name, *rest, **named)
+
+    def failing_readv(fd: int, buffers: Any) -> int:
+        if os.fstat(fd).st_ino == lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real_readv(fd, buffers)
+
+    monkeypatch.setattr(local, "open", failing_open, raising=False)
+    monkeypatch.setattr(os, "readv", failing_readv)
+
+
+def test_a_repository_opens_although_an_unsettled_document_cannot_be_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_local(f"file://{root}") as repository:
+        info, _ = push(repository, made(1))
+        other, _ = push(repository, made(2))
+        with repository._index._database.write_durably() as connection:
+            noted = {"operation": "cut", "kind": "entry", "namespace": "default", "name": info.id}
+            connection.execute(insert(Unsettled).values(**noted))
+    lose(files(root, f"artifacts/{info.id.removeprefix('sha256:')[:2]}")[0], monkeypatch)
+    with open_local(f"file://{root}") as repository:
+        read(repository, other.id)
+        push(repository, made(3))
+
+
+def test_damage_that_is_known_outlives_a_reindex(repository: Repository, root: Path) -> None:
+    tokens = random.Random(1).choices(range(1000), k=40)
+    shared, longer = artifact(tokens[:32], MADE_WITH), artifact(tokens, MADE_WITH)
+    push(repository, shared)
+    path = files(root, "chunks")[0]
+    digest = f"blake3:{path.parent.name}{path.name}"
+    damage(path, "altered")
+    assert repository.scrub().damaged == 1
+    repository.reindex()
+    _, sent = push(repository, longer)
+    assert digest in sent, "an artifact must not be published on a damaged chunk"
+    assert repository.scrub().damaged == 0
+
+
+def test_a_quota_that_is_used_up_lets_damage_be_healed(repository: Repository, root: Path) -> None:
+    info, _ = push(repository, made(1))
+    repository.set_policy("default", Policy(quota_bytes=repository.stats("default").unique_bytes - 1))
+    damage(files(root, "chunks")[0], "lost")
+    repository.scrub()
+    _, sent = push(repository, made(1))
+    assert len(sent) == 1
+    read(repository, info.id)
+    with pytest.raises(QuotaExceeded):
+        push(repository, made(2))
+
+
+def test_a_scrub_lists_so_much_damage_and_counts_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scrubbing, "_LISTED", 2)
+    with open_local(f"file://{root}") as repository:
+        push(repository, made(1))
+        for path in files(root, "chunks"):
+            damage(path, "truncated")
+        report = repository.scrub()
+    assert len(report.damage) == 2
+    assert report.damaged == report.chunks == len(files(root, "chunks"))
+
+
+def test_old_copies_of_damaged_objects_are_collected(repository: Repository, root: Path) -> None:
+    push(repository, made(1))
+    first, second = files(root, "chunks")[:2]
+    damage(first, "altered")
+    damage(second, "altered")
+    repository.scrub()
+    aside = root / "quarantine" / first.relative_to(root)
+    then = time.time() - 31 * 24 * 3600
+    os.utime(aside, (then, then))
+    assert repository.collect_garbage(dry_run=True).quarantined == 1
+    report = repository.collect_garbage()
+    assert report.quarantined == 1
+    assert [one.name for one in report.removed] == [str(aside.relative_to(root))]
+    assert files(root, "quarantine") == [root / "quarantine" / second.relative_to(root)]
+
+
+def test_a_scrub_that_is_ended_says_so(root: Path) -> None:
+    with open_local(f"file://{root}") as repository:
+        push(repository, made(1))
+        assert repository.scrub().complete
+        for steps in range(10):
+            left = iter(range(steps))
+            report = repository.scrub(ended=lambda _, left=left: next(left, None) is None)  # type: ignore[misc]
+            assert not report.complete
+            assert report.artifacts + report.block_records + report.chunks == steps + 1
+
+
 def test_a_rate_is_kept_and_a_scrub_can_be_ended(root: Path) -> None:
     with open_local(f"file://{root}") as repository:
         push(repository, made(1))
@@ -178,6 +306,5 @@ def test_a_rate_is_kept_and_a_scrub_can_be_ended(root: Path) -> None:
         began = time.monotonic()
         assert repository.scrub(bytes_per_s=size / 0.5).bytes == size
         assert time.monotonic() - began > 0.4
-        assert repository.scrub(ended=lambda _: True).chunks == 1
         with pytest.raises(InvalidInput):
             repository.scrub(bytes_per_s=0)

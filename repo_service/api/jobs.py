@@ -35,8 +35,11 @@ def running(repository: LocalRepository, settings: Settings) -> Iterator[None]:
 
     def scrub() -> None:
         rate = settings.scrub_mib_per_second * 2**20
-        for item in repository.scrub(bytes_per_s=rate, ended=ended.wait).damage:
+        report = repository.scrub(bytes_per_s=rate, ended=ended.wait)
+        for item in report.damage:
             _log.error("%s %s is damaged%s", item.kind, item.name, "; it was written again" if item.healed else "")
+        if report.damaged > len(report.damage):
+            _log.error("%d more objects are damaged", report.damaged - len(report.damage))
 
     jobs = [("gc", settings.gc_seconds, collect), ("scrub", settings.scrub_seconds, scrub)]
     threads = [

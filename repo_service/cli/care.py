@@ -57,6 +57,8 @@ def _garbage(report: GarbageReport) -> str:
     lines = [f"{'would remove' if report.dry_run else 'removed'} {', '.join(counted)}"]
     if report.expired_pushes:
         lines.append(f"abandoned pushes ended: {report.expired_pushes:,}")
+    if report.quarantined:
+        lines.append(f"copies of damaged objects that were old: {report.quarantined:,}")
     if report.settled:
         lines.append(f"corrected the index after {output.count(report.settled, 'document')}")
     lines += [f"unreadable: {key}" for key in report.unreadable]
@@ -100,7 +102,7 @@ def scrub(
                 repairs = repair(source, repository, report.touched, say)
     value = report.model_dump(mode="json") | {"repairs": [one.model_dump(mode="json") for one in repairs]}
     output.print_either(value, _damage(report, repairs), as_json)
-    if len([one for one in repairs if one.healed]) < len(report.touched):
+    if len([one for one in repairs if one.healed]) < len(report.touched) or report.damaged > len(report.damage):
         raise typer.Exit(errors.INEXACT)
 
 
@@ -110,10 +112,12 @@ def _damage(report: ScrubReport, repairs: list[Repair]) -> str:
         output.count(report.block_records, "block record"),
         f"{output.count(report.chunks, 'chunk')} ({output.size(report.bytes)})",
     ]
-    lines = [f"verified {', '.join(read)}: {output.count(len(report.damage), 'damaged object')}"]
+    lines = [f"verified {', '.join(read)}: {output.count(report.damaged, 'damaged object')}"]
     for item in report.damage:
         whose = ", ".join(f"{artifact} in {namespace}" for namespace, artifact in item.artifacts)
         lines.append(f"{item.kind} {item.name}: {'healed' if item.healed else f'needed by {whose}'}")
+    if report.damaged > len(report.damage):
+        lines.append(f"and {report.damaged - len(report.damage):,} more: run it again when these are healed")
     for one in repairs:
         state = f"healed, {output.size(one.bytes_sent)} sent" if one.healed else f"not healed: {one.reason}"
         lines.append(f"artifact {one.artifact_id} in {one.namespace}: {state}")

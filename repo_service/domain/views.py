@@ -211,8 +211,8 @@ class ReindexReport(View):
 class Removed(View):
     """One thing that garbage collection removed, or would."""
 
-    kind: Literal["artifact", "block record", "chunk", "manifest", "temp file"]
-    name: str = Field(description="Artifact id, block key, digest or file name.")
+    kind: Literal["artifact", "block record", "chunk", "manifest", "quarantined copy", "temp file"]
+    name: str = Field(description="Artifact id, block key, digest, or name in the store.")
     namespace: str | None = None
     bytes: int | None = Field(None, description="Where known: bytes freed in the store.")
     reason: str
@@ -229,6 +229,7 @@ class GarbageReport(View):
     block_records: int
     manifests: int
     temp_files: int
+    quarantined: int = Field(description="Copies of damaged objects that a scrub kept more than 30 days ago.")
     bytes: int = Field(description="Bytes of chunks freed.")
     unreadable: list[str] = Field(
         description="Entries and policies that can't be read. While there are such entries, only what the index "
@@ -243,7 +244,7 @@ class Damage(View):
     kind: Literal["entry", "tag", "divergence", "manifest", "block record", "chunk"]
     name: str = Field(description="Store key of an entry, tag or divergence; artifact id, block key or digest.")
     namespace: str | None = None
-    artifacts: list[tuple[str, str]] = Field(description="Namespace and id of the artifacts that need it.")
+    artifacts: list[tuple[str, str]] = Field(description="Namespace and id of artifacts that need it, the first 100.")
     quarantined: str | None = Field(description="Where the damaged bytes were put; None if there were none.")
     healed: bool = Field(description="Written again from the index.")
 
@@ -255,9 +256,11 @@ class ScrubReport(View):
     block_records: int
     chunks: int
     bytes: int = Field(description="Bytes of chunks read.")
-    damage: list[Damage]
+    complete: bool = Field(description="False where the scrub was ended before it had read everything.")
+    damaged: int = Field(description="Damaged objects, healed ones included.")
+    damage: list[Damage] = Field(description="The first 1,000 of them.")
 
     @property
     def touched(self) -> list[tuple[str, str]]:
-        """Namespace and id of the artifacts that can't be read whole."""
+        """Namespace and id of the artifacts listed that can't be read whole."""
         return sorted({artifact for item in self.damage if not item.healed for artifact in item.artifacts})

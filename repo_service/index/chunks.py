@@ -55,10 +55,10 @@ _UNPUBLISH = (
     .where(Chunk.id.in_(id_list()), ~IS_PUBLISHED)
     .values(
         state=case(
-            (IS_PUSHED & (Chunk.state == ChunkState.AWAITED), ChunkState.AWAITED),
+            (IS_PUSHED & (Chunk.state == ChunkState.DAMAGED), ChunkState.AWAITED),
             (IS_PUSHED, ChunkState.STORED),
-            # Its bytes are damaged: nobody is to take it up again.
-            (Chunk.state == ChunkState.AWAITED, ChunkState.ABANDONED),
+            # Nobody is to take it up again.
+            (Chunk.state == ChunkState.DAMAGED, ChunkState.ABANDONED),
             else_=ChunkState.LOOSE,
         )
     )
@@ -71,7 +71,6 @@ _UNPUSH = (
         # Not by the index on states, which would visit the chunks of every running push.
         (Chunk.state + 0).in_((ChunkState.AWAITED, ChunkState.STORED)),
         ~exists().where(_OTHER.c.chunk_id == Chunk.id, _OTHER.c.push_id != bindparam("push")),
-        ~IS_PUBLISHED,
     )
     .values(state=case((Chunk.state == ChunkState.STORED, ChunkState.LOOSE), else_=ChunkState.ABANDONED))
 )
@@ -147,7 +146,7 @@ def set_state(connection: Connection, ids: Sequence[int], state: ChunkState) -> 
 
 
 def release_unpublished(connection: Connection, ids: Sequence[int]) -> None:
-    """Take back PUBLISHED from the chunks that no artifact refers to any more."""
+    """Take back PUBLISHED and DAMAGED from the chunks that no artifact refers to any more."""
     connection.execute(_UNPUBLISH, bound_ids(ids))
 
 

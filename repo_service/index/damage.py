@@ -49,13 +49,22 @@ Holder = tuple[str, str]
 """Namespace and id of an artifact."""
 
 _DIGESTS = digest_list()
+HOLDERS = 100
+"""Most artifacts named as holders of one object."""
+
 _PUBLISHED = (BlockChunk.chunk_id, ArtifactTokenChunk.chunk_id)
 _MARK = (
     update(Chunk)
     .where(Chunk.digest.in_(select(_DIGESTS.c.digest)), Chunk.state.in_(PRESENT))
-    .values(state=case((Chunk.state == ChunkState.LOOSE, ChunkState.ABANDONED), else_=ChunkState.AWAITED))
+    .values(
+        state=case(
+            (Chunk.state == ChunkState.PUBLISHED, ChunkState.DAMAGED),
+            (Chunk.state == ChunkState.LOOSE, ChunkState.ABANDONED),
+            else_=ChunkState.AWAITED,
+        )
+    )
 )
-_HOLDERS = (
+_HOLDING = (
     select(Artifact.namespace, Artifact.digest)
     .join(ArtifactBlock, ArtifactBlock.artifact_id == Artifact.id)
     .join(BlockChunk, BlockChunk.block_id == ArtifactBlock.block_id)
@@ -67,7 +76,9 @@ _HOLDERS = (
         .join(Chunk, Chunk.id == ArtifactTokenChunk.chunk_id)
         .where(Chunk.digest == bindparam("digest"))
     )
+    .subquery()
 )
+_HOLDERS = select(_HOLDING).order_by(_HOLDING.c.namespace, _HOLDING.c.digest).limit(HOLDERS)
 
 
 def mark(connection: Connection, digests: Sequence[str]) -> None:
@@ -123,16 +134,18 @@ def chunks_after(connection: Connection, digest: str | None, limit: int) -> list
 
 
 def holders_of_chunk(connection: Connection, digest: str) -> list[Holder]:
-    """The artifacts that refer to a chunk, in every namespace."""
+    """The first artifacts that refer to a chunk, in every namespace."""
     rows = connection.execute(_HOLDERS, {"digest": parse_digest(digest, BLAKE3)})
     return sorted((row.namespace, format_digest(SHA256, row.digest)) for row in rows)
 
 
 def holders_of_block(connection: Connection, row: int) -> list[Holder]:
-    """The artifacts that refer to a block, by its row."""
+    """The first artifacts that refer to a block, by its row."""
     rows = connection.execute(
         select(Artifact.namespace, Artifact.digest)
         .join(ArtifactBlock, ArtifactBlock.artifact_id == Artifact.id)
         .where(ArtifactBlock.block_id == row)
+        .order_by(Artifact.namespace, Artifact.digest)
+        .limit(HOLDERS)
     )
     return sorted((row.namespace, format_digest(SHA256, row.digest)) for row in rows)

@@ -7,6 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, Select, select
 
 from repo_service.index.models import (
+    HELD,
     Annotation,
     Artifact,
     ArtifactBlock,
@@ -16,7 +17,6 @@ from repo_service.index.models import (
     Block,
     BlockChunk,
     Chunk,
-    ChunkState,
     DivergenceRow,
     FingerprintRow,
     Tag,
@@ -42,7 +42,7 @@ def _statements() -> dict[str, Select[*tuple[Any, ...]]]:
     fingerprint_columns = [column for column in FingerprintRow.__table__.columns if column.name != "id"]
     return {
         "fingerprints": select(*fingerprint_columns),
-        "chunks": select(*chunk, Chunk.dtype, Chunk.shape, Chunk.size).where(Chunk.state == ChunkState.PUBLISHED),
+        "chunks": select(*chunk, Chunk.dtype, Chunk.shape, Chunk.size).where(Chunk.state.in_(HELD)),
         "blocks": select(*_BLOCK, Block.record, Block.start, Block.stop),
         "block_chunks": select(*_BLOCK, Chunk.digest)
         .join(BlockChunk, BlockChunk.block_id == Block.id)

@@ -34,19 +34,24 @@ class ChunkState(IntEnum):
     it, PUBLISHED while an artifact does, LOOSE once nothing does. It is DOOMED before any of its bytes
     go, so that a crash in the middle of reclaiming leaves no row that promises bytes which are gone.
     An awaited chunk that nothing refers to any more is ABANDONED: bytes may have come unrecorded. A
-    chunk whose bytes were found damaged is AWAITED again, whoever refers to it.
+    chunk whose bytes were found damaged or gone is DAMAGED while an artifact refers to it, and AWAITED
+    again where only pushes do; either way the next push sends it.
     Rows from DOOMED on are reclaimed.
     """
 
     AWAITED = 0
     STORED = 1
     PUBLISHED = 2
-    LOOSE = 3
-    DOOMED = 4
-    ABANDONED = 5
+    DAMAGED = 3
+    LOOSE = 4
+    DOOMED = 5
+    ABANDONED = 6
 
 
 PRESENT = (ChunkState.STORED, ChunkState.PUBLISHED, ChunkState.LOOSE)
+WANTED = (ChunkState.AWAITED, ChunkState.DAMAGED)
+HELD = (ChunkState.PUBLISHED, ChunkState.DAMAGED)
+"""What an artifact refers to."""
 
 
 class Base(DeclarativeBase):

@@ -16,6 +16,7 @@ from repo_service.index.chunks import KnownChunk
 from repo_service.index.dialect import bound, bound_ids, digest_list, id_list, insert_many, insert_new
 from repo_service.index.entry import Entry
 from repo_service.index.models import (
+    HELD,
     Annotation,
     Artifact,
     ArtifactBlock,
@@ -78,7 +79,7 @@ def publish(connection: Connection, entry: Entry) -> None:
 
 
 def restore(connection: Connection, entry: Entry, last_used_at: int | None) -> None:
-    """Add an artifact found in the store, whose word is taken for its chunks."""
+    """Add an artifact found in the store, whose word is taken for its chunks, but for those known to be damaged."""
     if artifact_row_id(connection, entry.namespace, entry.manifest.id) is None:
         known = chunks.ensure(connection, entry.namespace, entry.specs(), proven=True)
         _insert(connection, entry, known, last_used_at)
@@ -165,8 +166,7 @@ def _insert(
     )
     if entry.manifest.text:
         insert_many(connection, (ArtifactText.artifact_id, ArtifactText.text), [(row_id, entry.manifest.text)])
-    unpublished = [chunk.id for chunk in known.values() if chunk.state != ChunkState.PUBLISHED]
-    chunks.set_state(connection, unpublished, ChunkState.PUBLISHED)
+    chunks.set_state(connection, [c.id for c in known.values() if c.state not in HELD], ChunkState.PUBLISHED)
 
 
 def _insert_artifact(connection: Connection, entry: Entry, last_used_at: int | None) -> int:

@@ -20,7 +20,7 @@ from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.record import BlockRecord
 from repo_service.index import chunks, quota, times
 from repo_service.index.dialect import bound, digest_list, insert_many, insert_new
-from repo_service.index.models import Block, Chunk, ChunkState, LooseRecord, PushBlock, PushChunk, PushRecord
+from repo_service.index.models import WANTED, Block, Chunk, ChunkState, LooseRecord, PushBlock, PushChunk, PushRecord
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def wanted(connection: Connection, name: str, digest: str) -> ChunkSpec:
 def arrived(connection: Connection, name: str, digest: str) -> None:
     push = _live(connection, name)
     chunk = _offered(connection, push, digest)
-    if chunk.state == ChunkState.AWAITED:
+    if chunk.state in WANTED:
         chunks.store(connection, chunk.id, chunks.spec_of(chunk))
     _extend(connection, push)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from sqlalchemy import Connection, bindparam, func, select
 
 from repo_service.domain.errors import QuotaExceeded
-from repo_service.index.models import PRESENT, Chunk, ChunkState, PushChunk
+from repo_service.index.models import PRESENT, WANTED, Chunk, ChunkState, PushChunk
 
 _SIZE = func.coalesce(func.sum(Chunk.size), 0)
-_TAKEN = select(_SIZE).where(Chunk.state.in_((ChunkState.AWAITED, *PRESENT)), Chunk.namespace == bindparam("namespace"))
+_TAKEN = select(_SIZE).where(Chunk.state.in_((*WANTED, *PRESENT)), Chunk.namespace == bindparam("namespace"))
 _WANTED = (
     select(_SIZE)
     .join(PushChunk, PushChunk.chunk_id == Chunk.id)
@@ -21,6 +21,7 @@ def check(connection: Connection, namespace: str, push: int, quota: int) -> None
     """Refuse what a push has just offered if the namespace would hold more than its quota.
 
     What running pushes are yet to send counts as if it were there, so that all that was accepted fits.
+    What only heals damage adds nothing.
 
     Raises
     ------
@@ -30,6 +31,8 @@ def check(connection: Connection, namespace: str, push: int, quota: int) -> None
     if taken <= quota:
         return
     wanted = connection.scalars(_WANTED, {"push": push}).one()
+    if not wanted:
+        return
     used = taken - wanted
     raise QuotaExceeded(
         f"the namespace {namespace} has a quota of {quota:,} bytes; it holds {used:,}, with what other pushes are "

@@ -70,7 +70,7 @@ _RECORDS = select(
 def doom(connection: Connection) -> None:
     """Withdraw the promise of every chunk that nothing refers to; to be durable before any byte goes."""
     connection.execute(update(Chunk).where(Chunk.state == ChunkState.LOOSE).values(state=ChunkState.DOOMED))
-    unneeded = (Chunk.state == ChunkState.AWAITED) & ~chunks.IS_PUBLISHED & ~chunks.IS_PUSHED
+    unneeded = (Chunk.state == ChunkState.AWAITED) & ~chunks.IS_PUSHED
     connection.execute(update(Chunk).where(unneeded).values(state=ChunkState.ABANDONED))
 
 

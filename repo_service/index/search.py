@@ -17,6 +17,7 @@ from repo_service.index.cursor import Cursor, Totals
 from repo_service.index.dialect import text_matches
 from repo_service.index.lookup import ARTIFACTS, infos
 from repo_service.index.models import (
+    HELD,
     Annotation,
     Artifact,
     ArtifactBlock,
@@ -24,7 +25,6 @@ from repo_service.index.models import (
     Block,
     BlockChunk,
     Chunk,
-    ChunkState,
     FingerprintRow,
     Tag,
     annotation_head,
@@ -79,7 +79,7 @@ def _totals(connection: Connection, namespace: str, conditions: list[ColumnEleme
     ).one()
     unique = func.coalesce(func.sum(Chunk.size), 0)
     if len(conditions) == 1:
-        statement = select(unique).where(Chunk.state == ChunkState.PUBLISHED, Chunk.namespace == namespace)
+        statement = select(unique).where(Chunk.state.in_(HELD), Chunk.namespace == namespace)
     else:
         statement = select(unique).where(Chunk.id.in_(_chunks_of(select(Artifact.id).where(*conditions))))
     return Totals(count, total, connection.scalars(statement).one())

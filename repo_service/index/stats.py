@@ -6,7 +6,7 @@ from sqlalchemy import Connection, Select, func, select
 
 from repo_service.domain.views import Stats
 from repo_service.index import times
-from repo_service.index.models import Artifact, Block, Chunk, ChunkState, DivergenceRow, PushRecord, Tag
+from repo_service.index.models import HELD, Artifact, Block, Chunk, DivergenceRow, PushRecord, Tag
 
 
 def of(connection: Connection, namespace: str) -> Stats:
@@ -20,7 +20,7 @@ def of(connection: Connection, namespace: str) -> Stats:
     ).one()
     chunks = connection.execute(
         select(func.count().label("chunks"), func.coalesce(func.sum(Chunk.size), 0).label("bytes")).where(
-            Chunk.state == ChunkState.PUBLISHED, Chunk.namespace == namespace
+            Chunk.state.in_(HELD), Chunk.namespace == namespace
         )
     ).one()
 

@@ -14,6 +14,7 @@ from repo_service.domain.errors import DocumentCorrupt, InvalidInput
 from repo_service.domain.names import check_namespace, check_tag
 from repo_service.domain.policy import Policy
 from repo_service.domain.views import Divergence, TagInfo, View
+from repo_service.storage import Store
 
 MARKER = "kvgraft.json"
 CHUNKS = "chunks"
@@ -23,6 +24,7 @@ ENTRIES = "entries"
 TAGS = "tags"
 DIVERGENCES = "divergences"
 POLICIES = "policies"
+QUARANTINE = "quarantine"
 
 V = TypeVar("V", bound=View)
 
@@ -87,6 +89,14 @@ class PolicyDocument(View):
 
 def policy_place(document: PolicyDocument) -> str:
     return policy_key(document.namespace)
+
+
+def holds(store: Store, key: str, data: bytes) -> bool:
+    """True if exactly these bytes lie under the key."""
+    try:
+        return store.get(key) == data
+    except DocumentCorrupt:
+        return False
 
 
 def seal(view: View) -> bytes:

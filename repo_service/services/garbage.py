@@ -24,6 +24,7 @@ from repo_service.services.documents import (
     BLOCKS,
     CHUNKS,
     ENTRIES,
+    QUARANTINE,
     TAGS,
     block_record_key,
     chunk_key,
@@ -40,6 +41,7 @@ audit = logging.getLogger("kvgraft.audit")
 """One line of JSON for everything that is removed."""
 
 _BATCH = 500
+_QUARANTINED_S = 30 * 24 * 3600.0
 _LISTED = 1000
 _UNNEEDED = "nothing refers to it"
 _UNKNOWN = "no row knows it"
@@ -108,6 +110,7 @@ def collect_garbage(
         # What entries need that are yet to be indexed has no rows either.
         if not unreadable and not (dry_run and adopted):
             _sweep(store, index, grace_s, removed)
+        _empty_quarantine(store, removed)
     for name in store.remove_leftovers(dry_run=dry_run):
         removed.note("temp file", name, "its writer is gone")
     return GarbageReport(
@@ -119,6 +122,7 @@ def collect_garbage(
         block_records=removed.counts["block record"],
         manifests=removed.counts["manifest"],
         temp_files=removed.counts["temp file"],
+        quarantined=removed.counts["quarantined copy"],
         bytes=size,
         unreadable=unreadable + unread_policies,
         removed=removed.first,
@@ -143,7 +147,8 @@ class _Tally:
 
     def __init__(self, dry_run: bool) -> None:
         self.dry_run = dry_run
-        self.counts = {"artifact": 0, "block record": 0, "chunk": 0, "manifest": 0, "temp file": 0}
+        kinds = "artifact", "block record", "chunk", "manifest", "quarantined copy", "temp file"
+        self.counts = dict.fromkeys(kinds, 0)
         self.first: list[Removed] = []
 
     def note(self, kind: str, name: str, reason: str, namespace: str | None = None) -> None:
@@ -188,7 +193,8 @@ def _adopt(store: Store, index: Index, *, dry_run: bool) -> tuple[int, list[str]
                 damaged = [noted for noted in missing if not _is_readable(store, documents[noted])]
                 unreadable += [documents[noted] for noted in damaged]
                 missing = [noted for noted in missing if noted not in damaged]
-            adopted += len(missing) if dry_run else settle(store, index, missing)
+            # One at a time: nobody else writes while an entry is read and indexed.
+            adopted += len(missing) if dry_run else sum(settle(store, index, [noted]) for noted in missing)
     return adopted, unreadable
 
 
@@ -207,6 +213,15 @@ def _sweep(store: Store, index: Index, grace_s: float, removed: _Tally) -> None:
             old = _objects([key for key in _named(unknown) if (age := store.age_s(key)) is not None and age >= grace_s])
             if any(old):
                 index.sweep(old, lambda objects: removed.remove(store, objects, _UNKNOWN))
+
+
+def _empty_quarantine(store: Store, removed: _Tally) -> None:
+    for key in store.list(QUARANTINE):
+        age = store.age_s(key)
+        if age is not None and age >= _QUARANTINED_S:
+            if not removed.dry_run:
+                store.delete(key, durable=False)
+            removed.note("quarantined copy", key, "kept for 30 days")
 
 
 def _objects(keys: Iterable[str]) -> Objects:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import NoReturn
@@ -15,6 +16,7 @@ from repo_service.domain.digest import chunk_digest, sha256_digest
 from repo_service.domain.errors import (
     ChunkCorrupt,
     ChunksMissing,
+    Corrupt,
     DigestMismatch,
     MalformedDocument,
     QuotaExceeded,
@@ -35,11 +37,12 @@ from repo_service.services.documents import (
     block_record_key,
     chunk_key,
     divergence_place,
+    holds,
     manifest_key,
     seal,
 )
 from repo_service.services.garbage import remove_loose
-from repo_service.services.read import held_chunks, read_tokens
+from repo_service.services.read import held_chunks, read_record, read_tokens
 from repo_service.services.retention import read_policy
 from repo_service.services.settle import settle
 from repo_service.services.undo import follow_rows
@@ -158,7 +161,7 @@ class LocalPush(Push):
             # No artifact is published with other records. What differs was left by a push that came to
             # nothing, comes from one that will find this artifact published, was taken for garbage, or is damaged.
             for key, data in documents.items():
-                if self._store.get(key) != data:
+                if not holds(self._store, key, data):
                     self._store.put(key, data)
             document = EntryDocument(namespace=info.namespace, artifact_id=info.id, created_at=info.created_at)
             self._store.put(document.key, seal(document))
@@ -177,10 +180,9 @@ class LocalPush(Push):
 
     def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> NoReturn:
         """Record a divergence and refuse the push."""
-        stored = self._store.get(block_record_key(namespace, record.key))
-        known = (
-            BlockRecord.parse(stored).chunks if stored is not None and sha256_digest(stored) == stored_digest else {}
-        )
+        known: Mapping[str, Sequence[str]] = {}
+        with suppress(Corrupt):
+            known = read_record(self._store, namespace, record.key, stored_digest).chunks
         divergence = Divergence(
             id=sha256_digest(f"{record.key} {stored_digest} {record.digest}".encode()).removeprefix("sha256:"),
             namespace=namespace,

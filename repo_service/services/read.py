@@ -65,7 +65,10 @@ def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> N
     ChunkCorrupt
     """
     hasher = ChunkHasher(spec.dtype, spec.shape)
-    size = store.read_into(chunk_key(digest), out[: spec.size], hasher.update)
+    try:
+        size = store.read_into(chunk_key(digest), out[: spec.size], hasher.update)
+    except DocumentCorrupt as error:
+        raise ChunkCorrupt(f"the chunk {digest} can't be read: {error.message}", digest=digest) from error
     if size is None:
         raise ChunkCorrupt(f"the chunk {digest} is missing from the store", digest=digest)
     if size != spec.size:

@@ -61,11 +61,9 @@ def read_policy(store: Store, namespace: str) -> Policy:
     MalformedName, DocumentCorrupt
     """
     key = policy_key(namespace)
-    data = store.get(key)
-    if data is None:
-        return Policy()
     try:
-        return unseal(key, data, PolicyDocument, policy_place).policy
+        data = store.get(key)
+        return Policy() if data is None else unseal(key, data, PolicyDocument, policy_place).policy
     except UNREADABLE as error:
         raise DocumentCorrupt(
             f"the policy of the namespace {namespace} can't be read: {error.message}; set it anew (kvgraft retain "
@@ -93,13 +91,14 @@ def write_policy(store: Store, namespace: str, policy: Policy) -> Policy:
 def stored_policies(store: Store) -> Iterator[tuple[str, PolicyDocument | None]]:
     """Every policy of the store with its key, None for one that can't be read."""
     for key in store.list(POLICIES):
-        data = store.get(key)
-        if data is None:
-            continue
         try:
-            yield key, unseal(key, data, PolicyDocument, policy_place)
+            data = store.get(key)
+            document = None if data is None else unseal(key, data, PolicyDocument, policy_place)
         except UNREADABLE:
             yield key, None
+            continue
+        if document is not None:
+            yield key, document
 
 
 def apply_policies(

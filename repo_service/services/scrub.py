@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
-from repo_service.domain.errors import UNREADABLE, ChunkCorrupt, StorageFull
+from repo_service.domain.errors import UNREADABLE, ChunkCorrupt, DocumentCorrupt, StorageFull
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.views import Damage, ScrubReport, View
 from repo_service.index import ENTRY, TAG, Index, Noted
 from repo_service.services.documents import (
+    QUARANTINE,
     EntryDocument,
     block_record_key,
     chunk_key,
@@ -29,11 +31,14 @@ from repo_service.services.documents import (
 from repo_service.services.read import read_chunk, read_manifest, read_record
 from repo_service.storage import Store
 
-QUARANTINE = "quarantine"
-
 _PAGE = 500
+_LISTED = 1000
 
 V = TypeVar("V", bound=View)
+
+
+class _Ended(Exception):
+    """The scrub is to stop where it is."""
 
 
 class _Pace:
@@ -43,13 +48,14 @@ class _Pace:
         self._rate = bytes_per_s
         self._ended = ended
         self._began = time.monotonic()
-        self.bytes = 0
+        self._bytes = 0
 
-    def moved(self, size: int) -> bool:
-        """Wait until as many bytes may have been read; False if the scrub is to end."""
-        self.bytes += size
-        due = self.bytes / self._rate - (time.monotonic() - self._began) if self._rate else 0.0
-        return not self._ended(max(0.0, due))
+    def moved(self, size: int) -> None:
+        """Wait until as many bytes may have been read; raises `_Ended` if the scrub is to end."""
+        self._bytes += size
+        due = self._bytes / self._rate - (time.monotonic() - self._began) if self._rate else 0.0
+        if self._ended(max(0.0, due)):
+            raise _Ended
 
 
 def scrub(
@@ -64,19 +70,24 @@ def scrub(
     Parameters
     ----------
     bytes_per_s
-        Most bytes of chunks to read in a second.
+        Most bytes to read in a second.
     ended
         Waits for the seconds it is given and returns True if the scrub is to stop where it is.
     """
     run = _Scrub(store, index, _Pace(bytes_per_s, ended or _sleep))
-    run.documents()
-    run.records()
-    run.chunks()
+    complete = False
+    with suppress(_Ended):
+        run.documents()
+        run.records()
+        run.chunks()
+        complete = True
     return ScrubReport(
         artifacts=run.counts["artifact"],
         block_records=run.counts["block record"],
         chunks=run.counts["chunk"],
-        bytes=run.pace.bytes,
+        bytes=run.bytes,
+        complete=complete,
+        damaged=run.damaged,
         damage=run.damage,
     )
 
@@ -91,7 +102,9 @@ class _Scrub:
     def __init__(self, store: Store, index: Index, pace: _Pace) -> None:
         self._store = store
         self._index = index
-        self.pace = pace
+        self._pace = pace
+        self.bytes = 0
+        self.damaged = 0
         self.counts = {"artifact": 0, "block record": 0, "chunk": 0}
         self.damage: list[Damage] = []
 
@@ -102,12 +115,17 @@ class _Scrub:
             row = page[-1].row
             for item in page:
                 self.counts["artifact"] += 1
+                entry = Noted(ENTRY, item.namespace, item.id)
+                size = 0
                 try:
-                    read_manifest(self._store, item.id)
+                    size = len(read_manifest(self._store, item.id).data)
                 except UNREADABLE:
-                    self._report("manifest", item.id, None, [(item.namespace, item.id)], manifest_key(item.id))
-                entry = EntryDocument(namespace=item.namespace, artifact_id=item.id, created_at=item.created_at)
-                self._sealed("entry", Noted(ENTRY, item.namespace, item.id), entry, lambda e: e.key)
+                    # Whoever deleted the artifact meanwhile took the manifest with it.
+                    if not self._index.unindexed([entry]):
+                        self._report("manifest", item.id, None, [(item.namespace, item.id)], manifest_key(item.id))
+                self._pace.moved(size)
+                document = EntryDocument(namespace=item.namespace, artifact_id=item.id, created_at=item.created_at)
+                self._sealed("entry", entry, document, lambda e: e.key)
                 for tag in item.tags:
                     self._sealed("tag", Noted(TAG, tag.namespace, tag.name), tag, tag_place)
         for namespace in self._index.namespaces():
@@ -120,12 +138,14 @@ class _Scrub:
             row = page[-1].row
             for block in page:
                 self.counts["block record"] += 1
+                size = 0
                 try:
-                    read_record(self._store, block.namespace, block.key, block.record)
+                    size = len(read_record(self._store, block.namespace, block.key, block.record).data)
                 except UNREADABLE:
                     key = block_record_key(block.namespace, block.key)
                     holders = self._index.holders_of_block(block.row)
                     self._report("block record", block.key, block.namespace, holders, key)
+                self._pace.moved(size)
 
     def chunks(self) -> None:
         buffer = memoryview(bytearray(0))
@@ -141,8 +161,8 @@ class _Scrub:
                 if holders:
                     self._index.mark_damaged([digest])
                     self._report("chunk", digest, None, holders, chunk_key(digest))
-            if not self.pace.moved(spec.size):
-                return
+            self.bytes += spec.size
+            self._pace.moved(spec.size)
 
     def _published_chunks(self) -> Iterator[tuple[str, ChunkSpec]]:
         digest = None
@@ -169,8 +189,8 @@ class _Scrub:
         self._add(kind, key, namespace, [], quarantined, healed=True)
 
     def _verifies(self, key: str, kind: type[V], place: Callable[[V], str]) -> bool:
-        data = self._store.get(key)
         try:
+            data = self._store.get(key)
             return data is not None and unseal(key, data, kind, place) is not None
         except UNREADABLE:
             return False
@@ -180,16 +200,14 @@ class _Scrub:
             self._add(kind, name, namespace, holders, self._copy_aside(key), healed=False)
 
     def _copy_aside(self, key: str) -> str | None:
-        data = self._store.get(key)
-        if data is None:
-            return None
         aside = f"{QUARANTINE}/{key}"
-        try:
-            self._store.put(aside, data)
-        except StorageFull:
-            # Finding and healing the rest is worth more than the copy.
-            return None
-        return aside
+        # What the disk can't read can't be copied, and finding and healing the rest is worth more than a copy.
+        with suppress(DocumentCorrupt, StorageFull):
+            data = self._store.get(key)
+            if data is not None:
+                self._store.put(aside, data)
+                return aside
+        return None
 
     def _add(
         self,
@@ -201,6 +219,9 @@ class _Scrub:
         *,
         healed: bool,
     ) -> None:
+        self.damaged += 1
+        if len(self.damage) == _LISTED:
+            return
         self.damage.append(
             Damage.model_validate(
                 {

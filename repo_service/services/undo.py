@@ -6,7 +6,7 @@ from datetime import datetime
 
 from repo_service.domain.views import TagInfo
 from repo_service.index import ENTRY, Noted
-from repo_service.services.documents import EntryDocument, entry_key, seal, tag_key, tag_place
+from repo_service.services.documents import EntryDocument, entry_key, holds, seal, tag_key, tag_place
 from repo_service.storage import Store
 
 
@@ -29,5 +29,5 @@ def follow_rows(store: Store, document: Noted, created_at: datetime | None, tags
 def _say(store: Store, key: str, data: bytes | None) -> None:
     if data is None:
         store.delete(key)
-    elif store.get(key) != data:
+    elif not holds(store, key, data):
         store.put(key, data)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from repo_service.domain.errors import StorageFull, Unavailable
+from repo_service.domain.errors import DocumentCorrupt, StorageFull, Unavailable
 from repo_service.storage.store import Store, check_key, is_key
 
 TEMP = "tmp"
@@ -26,6 +26,9 @@ _PIECE = 1024 * 1024
 _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+# What reading says where the medium or the file system has lost the bytes of one file.
+_LOST = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}
 
 
 class LocalStore(Store):
@@ -45,7 +48,7 @@ class LocalStore(Store):
 
     def get(self, key: str) -> bytes | None:
         path = self._path(key)
-        with _translated(path):
+        with _translated(path), _read(path):
             try:
                 with open(path, "rb", buffering=0) as file:
                     return file.readall()
@@ -54,7 +57,7 @@ class LocalStore(Store):
 
     def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
         path = self._path(key)
-        with _translated(path):
+        with _translated(path), _read(path):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except _ABSENT:
@@ -218,6 +221,16 @@ def _sync_directory(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def _read(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+        raise DocumentCorrupt(f"the disk can't read {path}: {error.strerror}", path=path) from error
 
 
 @contextmanager

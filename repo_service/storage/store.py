@@ -47,8 +47,9 @@ class Store(ABC):
     trees: no object's key is, in whole segments, the beginning of another's; a backend may refuse
     such a key as `Unavailable`, and finds nothing under it.
 
-    Failures: `StorageFull` when there is no space, `Unavailable` for any other fault of the
-    backend, `InvalidInput` for a key outside the grammar.
+    Failures: `StorageFull` when there is no space, `DocumentCorrupt` for an object that is there and
+    whose medium can't read it, `Unavailable` for any other fault of the backend, `InvalidInput` for a
+    key outside the grammar.
     """
 
     @abstractmethod
