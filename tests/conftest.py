@@ -43,3 +43,17 @@ def repository(request: pytest.FixtureRequest, root: Path) -> Iterator[Repositor
     else:
         with served(root) as url, open_repository(url) as opened:
             yield opened
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Repository]:
+    """A new repository to copy from."""
+    with open_repository((tmp_path / "source").as_uri()) as repository:
+        yield repository
+
+
+@pytest.fixture
+def destination(tmp_path: Path) -> Iterator[Repository]:
+    """A new repository to copy to."""
+    with open_repository((tmp_path / "destination").as_uri()) as repository:
+        yield repository

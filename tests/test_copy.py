@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,6 @@ from repo_service.services.documents import chunk_key
 from repo_service.services.read import held_chunks
 
 NS = "default"
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Iterator[Repository]:
-    with open_repository((tmp_path / "source").as_uri()) as repository:
-        yield repository
-
-
-@pytest.fixture
-def destination(tmp_path: Path) -> Iterator[Repository]:
-    with open_repository((tmp_path / "destination").as_uri()) as repository:
-        yield repository
 
 
 def publish(repository: Repository, tokens: Sequence[int], tag: str | None = None, **options: Any) -> str:

@@ -43,18 +43,6 @@ WORKERS = 2
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Iterator[Repository]:
-    with open_repository((tmp_path / "source").as_uri()) as repository:
-        yield repository
-
-
-@pytest.fixture
-def destination(tmp_path: Path) -> Iterator[Repository]:
-    with open_repository((tmp_path / "destination").as_uri()) as repository:
-        yield repository
-
-
-@pytest.fixture
 def memory() -> Iterator[tuple[Repository, Repository]]:
     with open_repository("memory:") as source, open_repository("memory:") as destination:
         yield source, destination
