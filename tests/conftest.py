@@ -28,6 +28,12 @@ def matrix() -> list[str]:
     return []
 
 
+@pytest.fixture(scope="session", params=["sqlite", "postgres"])
+def index_kind(request: pytest.FixtureRequest) -> str:
+    """The databases that an index may be kept in."""
+    return str(request.param)
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Where `repository` lies."""

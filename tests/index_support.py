@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import postgres
 from synthetic import artifact
 
 from repo_service.domain.fingerprint import Fingerprint
@@ -22,8 +23,11 @@ DAY = timedelta(days=1)
 _PUSH_NUMBERS = itertools.count()
 
 
-def empty_index(directory: Path) -> str:
-    """URL of an empty index in a directory, copied from one made before: migrating takes a while."""
+def empty_index(directory: Path, kind: str = "sqlite") -> str:
+    """URL of an empty index, in a directory or on a PostgreSQL server, copied from one made before: migrating takes a while."""
+    if kind == "postgres":
+        return postgres.empty_index()
+    directory.mkdir(exist_ok=True)
     (directory / "index.db").write_bytes(_migrated())
     return f"sqlite:///{directory / 'index.db'}"
 

@@ -16,8 +16,8 @@ from sqlalchemy import text
 
 from repo_service.domain.errors import Unavailable
 from repo_service.index import Index, engine
-from repo_service.index.engine import Database
 from repo_service.index.line import Line
+from repo_service.index.sqlite import SqliteDatabase
 
 PROCESSES, THREADS, TRANSACTIONS = 5, 10, 100
 SPAWN = multiprocessing.get_context("spawn")
@@ -29,7 +29,7 @@ def in_processes(work: Callable[[str, int], None], url: str, count: int = PROCES
 
 
 def increment(url: str, _: int) -> None:
-    database = Database(url)
+    database = SqliteDatabase(url)
 
     def writer(_number: int) -> None:
         for i in range(TRANSACTIONS):
@@ -44,7 +44,7 @@ def increment(url: str, _: int) -> None:
 
 def test_fifty_writers_lose_no_update_and_are_never_locked_out_jentic_one_529(tmp_path: Path) -> None:
     url = empty_index(tmp_path)
-    database = Database(url)
+    database = SqliteDatabase(url)
     with database.write() as connection:
         connection.execute(text("INSERT INTO meta (name, value) VALUES ('counter', 0)"))
     in_processes(increment, url)

@@ -21,7 +21,7 @@ from repo_service.index import Index
 
 
 @pytest.mark.parametrize(
-    "url", ["", "sqlite:///", "index.db", "sqlite:/index.db", "postgresql://localhost/kvgraft", "sqlite:///a\0b"]
+    "url", ["", "sqlite:///", "index.db", "sqlite:/index.db", "mysql://localhost/kvgraft", "sqlite:///a\0b"]
 )
 def test_only_a_url_of_an_index_is_opened(url: str) -> None:
     with pytest.raises(MalformedUrl, match="sqlite:///<path>"):

@@ -21,8 +21,8 @@ sequences = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(lambda bits
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    with Index.open(empty_index(tmp_path)) as opened:
+def index(tmp_path: Path, index_kind: str) -> Iterator[Index]:
+    with Index.open(empty_index(tmp_path, index_kind)) as opened:
         yield opened
 
 
@@ -31,9 +31,9 @@ def small(tokens: list[int], *, private: bool = False) -> Entry:
 
 
 @pytest.fixture(scope="module")
-def rebuilt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+def rebuilt(tmp_path_factory: pytest.TempPathFactory, index_kind: str) -> Iterator[Index]:
     """An index that each example fills anew."""
-    with Index.open(empty_index(tmp_path_factory.mktemp("match"))) as opened:
+    with Index.open(empty_index(tmp_path_factory.mktemp("match"), index_kind)) as opened:
         yield opened
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from index_support import DAY, EPOCH, begin, empty_index, entry, first_chunk, keys, publish, send
+from sqlalchemy import text
 
 from repo_service.domain.errors import (
     Ambiguous,
@@ -30,8 +31,8 @@ UNKNOWN = "sha256:" + "0" * 64
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    with Index.open(empty_index(tmp_path)) as opened:
+def index(tmp_path: Path, index_kind: str) -> Iterator[Index]:
+    with Index.open(empty_index(tmp_path, index_kind)) as opened:
         yield opened
 
 
@@ -119,12 +120,12 @@ def test_artifacts_with_a_common_prefix_share_its_blocks(index: Index) -> None:
     assert stats.unique_bytes < stats.total_bytes
 
 
-def test_an_entry_whose_chunk_has_another_shape_than_was_pushed_is_refused(index: Index, tmp_path: Path) -> None:
+def test_an_entry_whose_chunk_has_another_shape_than_was_pushed_is_refused(index: Index) -> None:
     push, what = begin(index), entry(range(40))
     send(index, push, what)
     digest = first_chunk(what)
-    with closing(sqlite3.connect(tmp_path / "index.db")) as connection, connection:
-        connection.execute("UPDATE chunks SET dtype = 'float16' WHERE dtype = 'bfloat16'")
+    with index._database.write() as connection:
+        connection.execute(text("UPDATE chunks SET dtype = 'float16' WHERE dtype = 'bfloat16'"))
     with pytest.raises(MalformedDocument, match=digest):
         index.publish(what)
 

@@ -35,8 +35,8 @@ DIVERGENCE = DivergenceView(
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    with Index.open(empty_index(tmp_path)) as opened:
+def index(tmp_path: Path, index_kind: str) -> Iterator[Index]:
+    with Index.open(empty_index(tmp_path, index_kind)) as opened:
         yield opened
 
 

@@ -32,8 +32,8 @@ NAMES = {(what.namespace, what.manifest.id): name for name, what in ENTRIES.item
 
 
 @pytest.fixture(scope="module")
-def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
-    with Index.open(empty_index(tmp_path_factory.mktemp("search"))) as opened:
+def filled(tmp_path_factory: pytest.TempPathFactory, index_kind: str) -> Iterator[Index]:
+    with Index.open(empty_index(tmp_path_factory.mktemp("search"), index_kind)) as opened:
         opened.rebuild(ENTRIES.values(), [], [])
         opened.set_tag("default", "best", MODEL.manifest.id, EPOCH)
         opened.set_tag("foreign", "theirs", FOREIGN.manifest.id, EPOCH)
@@ -41,8 +41,8 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[Index]:
-    with Index.open(empty_index(tmp_path)) as opened:
+def index(tmp_path: Path, index_kind: str) -> Iterator[Index]:
+    with Index.open(empty_index(tmp_path, index_kind)) as opened:
         yield opened
 
 

@@ -30,9 +30,9 @@ operations = st.lists(
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+def index(tmp_path_factory: pytest.TempPathFactory, index_kind: str) -> Iterator[Index]:
     """An index that each example begins by emptying."""
-    with Index.open(empty_index(tmp_path_factory.mktemp("states"))) as opened:
+    with Index.open(empty_index(tmp_path_factory.mktemp("states"), index_kind)) as opened:
         yield opened
 
 

@@ -14,6 +14,8 @@ branch_labels = None
 depends_on = None
 
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+# Compared and sorted by bytes, as SQLite does, whatever the database's locale.
+TEXT = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 
 # The index holds no text of its own; these triggers keep it in step with artifact_texts.
 FULL_TEXT_SQLITE = (
@@ -34,12 +36,21 @@ FULL_TEXT_SQLITE = (
     """,
 )
 
+FULL_TEXT_POSTGRES = (
+    """
+    CREATE TABLE artifact_words (
+        artifact_id bigint PRIMARY KEY REFERENCES artifact_texts ON DELETE CASCADE, words text[] NOT NULL
+    )
+    """,
+    "CREATE INDEX ix_artifact_words_words ON artifact_words USING gin (words)",
+)
+
 
 def upgrade() -> None:
     op.create_table(
         "blocks",
         sa.Column("id", BIG, nullable=False),
-        sa.Column("namespace", sa.Text(), nullable=False),
+        sa.Column("namespace", TEXT, nullable=False),
         sa.Column("key", sa.LargeBinary(), nullable=False),
         sa.Column("record", sa.LargeBinary(), nullable=False),
         sa.Column("start", BIG, nullable=False),
@@ -50,10 +61,10 @@ def upgrade() -> None:
     op.create_table(
         "chunks",
         sa.Column("id", BIG, nullable=False),
-        sa.Column("namespace", sa.Text(), nullable=False),
+        sa.Column("namespace", TEXT, nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
-        sa.Column("dtype", sa.Text(), nullable=False),
-        sa.Column("shape", sa.Text(), nullable=False),
+        sa.Column("dtype", TEXT, nullable=False),
+        sa.Column("shape", TEXT, nullable=False),
         sa.Column("size", BIG, nullable=False),
         sa.Column("state", sa.SmallInteger(), nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_chunks"),
@@ -63,12 +74,12 @@ def upgrade() -> None:
     op.create_index("ix_chunks_state_namespace_size", "chunks", ["state", "namespace", "size"])
     op.create_table(
         "divergences",
-        sa.Column("namespace", sa.Text(), nullable=False),
-        sa.Column("id", sa.Text(), nullable=False),
+        sa.Column("namespace", TEXT, nullable=False),
+        sa.Column("id", TEXT, nullable=False),
         sa.Column("block_key", sa.LargeBinary(), nullable=False),
         sa.Column("stored_record", sa.LargeBinary(), nullable=False),
         sa.Column("offered_record", sa.LargeBinary(), nullable=False),
-        sa.Column("chunks", sa.Text(), nullable=False),
+        sa.Column("chunks", TEXT, nullable=False),
         sa.Column("created_at", BIG, nullable=False),
         sa.PrimaryKeyConstraint("namespace", "id", name="pk_divergences"),
     )
@@ -78,29 +89,29 @@ def upgrade() -> None:
         sa.Column("id", BIG, nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
         sa.Column("model_digest", sa.LargeBinary(), nullable=False),
-        sa.Column("sections", sa.Text(), nullable=False),
+        sa.Column("sections", TEXT, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_fingerprints"),
         sa.UniqueConstraint("digest", name="uq_fingerprints_digest"),
     )
     op.create_index("ix_fingerprints_model_digest", "fingerprints", ["model_digest"])
     op.create_table(
         "loose_records",
-        sa.Column("namespace", sa.Text(), nullable=False),
+        sa.Column("namespace", TEXT, nullable=False),
         sa.Column("key", sa.LargeBinary(), nullable=False),
         sa.PrimaryKeyConstraint("namespace", "key", name="pk_loose_records"),
     )
     op.create_table(
         "meta",
-        sa.Column("name", sa.Text(), nullable=False),
-        sa.Column("value", sa.Text(), nullable=False),
+        sa.Column("name", TEXT, nullable=False),
+        sa.Column("value", TEXT, nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_meta"),
     )
     op.create_table(
         "pushes",
         sa.Column("id", BIG, nullable=False),
-        sa.Column("name", sa.Text(), nullable=False),
-        sa.Column("namespace", sa.Text(), nullable=False),
-        sa.Column("fingerprint", sa.Text(), nullable=False),
+        sa.Column("name", TEXT, nullable=False),
+        sa.Column("namespace", TEXT, nullable=False),
+        sa.Column("fingerprint", TEXT, nullable=False),
         sa.Column("lease", BIG, nullable=False),
         sa.Column("expires_at", BIG, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_pushes"),
@@ -111,14 +122,14 @@ def upgrade() -> None:
     op.create_table(
         "artifacts",
         sa.Column("id", BIG, nullable=False),
-        sa.Column("namespace", sa.Text(), nullable=False),
+        sa.Column("namespace", TEXT, nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
         sa.Column("fingerprint_id", BIG, nullable=False),
         sa.Column("token_count", BIG, nullable=False),
         sa.Column("block_tokens", BIG, nullable=False),
         sa.Column("block_count", BIG, nullable=False),
         sa.Column("private_tokens", sa.Boolean(), nullable=False),
-        sa.Column("exactness", sa.Text(), nullable=False),
+        sa.Column("exactness", TEXT, nullable=False),
         sa.Column("parent", sa.LargeBinary(), nullable=True),
         sa.Column("created_at", BIG, nullable=False),
         sa.Column("total_bytes", BIG, nullable=False),
@@ -156,8 +167,8 @@ def upgrade() -> None:
         "push_chunks",
         sa.Column("push_id", BIG, nullable=False),
         sa.Column("chunk_id", BIG, nullable=False),
-        sa.Column("dtype", sa.Text(), nullable=False),
-        sa.Column("shape", sa.Text(), nullable=False),
+        sa.Column("dtype", TEXT, nullable=False),
+        sa.Column("shape", TEXT, nullable=False),
         sa.ForeignKeyConstraint(["chunk_id"], ["chunks.id"], name="fk_push_chunks_chunk_id"),
         sa.ForeignKeyConstraint(["push_id"], ["pushes.id"], name="fk_push_chunks_push_id", ondelete="CASCADE"),
         sa.PrimaryKeyConstraint("push_id", "chunk_id", name="pk_push_chunks"),
@@ -167,8 +178,8 @@ def upgrade() -> None:
     op.create_table(
         "annotations",
         sa.Column("artifact_id", BIG, nullable=False),
-        sa.Column("name", sa.Text(), nullable=False),
-        sa.Column("value", sa.Text(), nullable=False),
+        sa.Column("name", TEXT, nullable=False),
+        sa.Column("value", TEXT, nullable=False),
         sa.ForeignKeyConstraint(
             ["artifact_id"], ["artifacts.id"], name="fk_annotations_artifact_id", ondelete="CASCADE"
         ),
@@ -190,7 +201,7 @@ def upgrade() -> None:
     op.create_table(
         "artifact_texts",
         sa.Column("artifact_id", BIG, nullable=False),
-        sa.Column("text", sa.Text(), nullable=False),
+        sa.Column("text", TEXT, nullable=False),
         sa.ForeignKeyConstraint(
             ["artifact_id"], ["artifacts.id"], name="fk_artifact_texts_artifact_id", ondelete="CASCADE"
         ),
@@ -223,8 +234,8 @@ def upgrade() -> None:
     )
     op.create_table(
         "tags",
-        sa.Column("namespace", sa.Text(), nullable=False),
-        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("namespace", TEXT, nullable=False),
+        sa.Column("name", TEXT, nullable=False),
         sa.Column("artifact_id", BIG, nullable=False),
         sa.Column("updated_at", BIG, nullable=False),
         sa.ForeignKeyConstraint(["artifact_id"], ["artifacts.id"], name="fk_tags_artifact_id", ondelete="CASCADE"),
@@ -232,5 +243,5 @@ def upgrade() -> None:
     )
     op.create_index("ix_tags_artifact_id", "tags", ["artifact_id"])
     op.create_index("ix_annotations_name_value", "annotations", ["name", sa.text("substr(value, 1, 64)")])
-    for statement in FULL_TEXT_SQLITE:
+    for statement in FULL_TEXT_SQLITE if op.get_bind().dialect.name == "sqlite" else FULL_TEXT_POSTGRES:
         op.execute(statement)

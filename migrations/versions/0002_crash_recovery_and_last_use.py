@@ -14,15 +14,16 @@ branch_labels = None
 depends_on = None
 
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+TEXT = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 
 
 def upgrade() -> None:
     op.create_table(
         "unsettled",
-        sa.Column("operation", sa.Text(), nullable=False),
-        sa.Column("kind", sa.Text(), nullable=False),
-        sa.Column("namespace", sa.Text(), nullable=False),
-        sa.Column("name", sa.Text(), nullable=False),
+        sa.Column("operation", TEXT, nullable=False),
+        sa.Column("kind", TEXT, nullable=False),
+        sa.Column("namespace", TEXT, nullable=False),
+        sa.Column("name", TEXT, nullable=False),
         sa.PrimaryKeyConstraint("operation", "kind", "namespace", "name", name="pk_unsettled"),
     )
     op.create_index("ix_artifacts_digest", "artifacts", ["digest"])

@@ -21,6 +21,22 @@ _UNAVAILABLE = {
     sqlite3.SQLITE_IOERR: "its file can't be read or written; check the disk",
 }
 
+# By the beginning of PostgreSQL's SQLSTATE.
+_UNAVAILABLE_STATES = {
+    "08": "its database can't be reached; try again",
+    "28": "its database refuses the user or the password; check the URL",
+    "3D": "its database does not exist; create it first",
+    "42501": "its database's user lacks a right; let it own the database",
+    "25006": "its database only reads; connect to the primary server",
+    "40": "another transaction was in the way; try again",
+    "53": "its database has no resources left; try again",
+    "55P03": "another process holds its lock; try again",
+    "57": "its database ended the statement, or is starting or stopping; try again",
+    "58": "its database server can't read or write its files; check its disk",
+}
+_FULL_STATE = "53100"
+_CORRUPT_STATE = "XX00"
+
 
 @contextmanager
 def translated() -> Iterator[None]:
@@ -41,6 +57,8 @@ def translated() -> Iterator[None]:
 
 
 def _translate(error: BaseException | None) -> KvgraftError:
+    if error is not None and type(error).__module__.startswith("psycopg"):
+        return _of_postgres(error)
     code = getattr(error, "sqlite_errorcode", None)
     # The low byte is the primary code; the rest says where inside SQLite it arose.
     primary = code & 0xFF if isinstance(code, int) else None
@@ -53,3 +71,19 @@ def _translate(error: BaseException | None) -> KvgraftError:
     if primary in _UNAVAILABLE:
         return Unavailable(f"the index is unavailable: {_UNAVAILABLE[primary]} ({error})")
     return RepositoryError(f"the index failed: {error}")
+
+
+def _of_postgres(error: BaseException) -> KvgraftError:
+    state = getattr(error, "sqlstate", None) or ""
+    # The first line names the fault; those after it may quote the statement.
+    said = str(error).partition("\n")[0]
+    if state == _FULL_STATE:
+        return StorageFull("the index can't grow: its database's disk is full; free space and try again")
+    if state.startswith(_CORRUPT_STATE) and state != "XX000":
+        return DocumentCorrupt(f"the index's database is damaged ({said}); rebuild it from the store with a reindex")
+    for beginning, what in _UNAVAILABLE_STATES.items():
+        if state.startswith(beginning):
+            return Unavailable(f"the index is unavailable: {what} ({said})")
+    if not state and type(error).__name__ == "OperationalError":
+        return Unavailable(f"the index is unavailable: {_UNAVAILABLE_STATES['08']} ({said})")
+    return RepositoryError(f"the index failed: {said}")

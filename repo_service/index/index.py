@@ -28,9 +28,19 @@ from repo_service.index import (
 from repo_service.index.engine import Database
 from repo_service.index.entry import Entry
 from repo_service.index.pushes import Offered, PushRow
+from repo_service.index.sqlite import SqliteDatabase
 from repo_service.index.unsettled import ENTRY, TAG, Noted, Undo
 from repo_service.index.upkeep import USES_S, Upkeep
 from repo_service.index.uses import Uses
+
+
+def open_database(url: str) -> Database:
+    """The database that a URL names; see `Index.open`."""
+    if url.startswith("postgres"):
+        from repo_service.index.postgres import PostgresDatabase
+
+        return PostgresDatabase(url)
+    return SqliteDatabase(url)
 
 
 def _nothing(*_: Any) -> None:
@@ -56,13 +66,14 @@ class Index(Upkeep):
         Parameters
         ----------
         url
-            ``sqlite:///<path>``, the path taken literally, or ``sqlite://`` for one in memory.
+            ``sqlite:///<path>``, the path taken literally, ``sqlite://`` for one in memory, or
+            ``postgresql://user:password@host:port/database``.
 
         Raises
         ------
         MalformedUrl, NewerFormat, Unavailable, DocumentCorrupt
         """
-        database = Database(url)
+        database = open_database(url)
         try:
             migrate.upgrade(database)
         except BaseException:

@@ -17,14 +17,14 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     SmallInteger,
-    Text,
     UniqueConstraint,
     func,
+    literal,
     literal_column,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from repo_service.index.dialect import BigKey
+from repo_service.index.dialect import AnyText, BigKey, PlainText
 
 
 class ChunkState(IntEnum):
@@ -63,7 +63,7 @@ class Base(DeclarativeBase):
             "fk": "fk_%(table_name)s_%(column_0_N_name)s",
         }
     )
-    type_annotation_map = {int: BigKey, str: Text, bytes: LargeBinary}  # noqa: RUF012
+    type_annotation_map = {int: BigKey, str: PlainText, bytes: LargeBinary}  # noqa: RUF012
 
 
 def _cascade(column: str) -> ForeignKey:
@@ -184,25 +184,26 @@ class Annotation(Base):
     __tablename__ = "annotations"
 
     artifact_id: Mapped[int] = mapped_column(_cascade("artifacts.id"), primary_key=True)
-    name: Mapped[str] = mapped_column(primary_key=True)
-    value: Mapped[str]
+    name: Mapped[str] = mapped_column(AnyText, primary_key=True)
+    value: Mapped[str] = mapped_column(AnyText)
 
 
 def annotation_head(value: Any) -> ColumnElement[str]:
     """What the index holds of an annotation's value; PostgreSQL limits the size of an index row."""
-    return func.substr(value, literal_column("1"), literal_column("64"), type_=Text)
+    text = literal(value, AnyText) if isinstance(value, str) else value
+    return func.substr(text, literal_column("1"), literal_column("64"), type_=AnyText)
 
 
 Index("ix_annotations_name_value", Annotation.name, annotation_head(Annotation.value))
 
 
 class ArtifactText(Base):
-    """Text for search; the full-text index follows this table by triggers."""
+    """Text for search: in SQLite the full-text index follows by triggers, in PostgreSQL see `dialect.insert_words`."""
 
     __tablename__ = "artifact_texts"
 
     artifact_id: Mapped[int] = mapped_column(_cascade("artifacts.id"), primary_key=True)
-    text: Mapped[str]
+    text: Mapped[str] = mapped_column(AnyText)
 
 
 class Tag(Base):
@@ -233,7 +234,7 @@ class PushRecord(Base):
     __tablename__ = "pushes"
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(unique=True)
+    name: Mapped[str] = mapped_column(AnyText, unique=True)
     namespace: Mapped[str] = mapped_column(index=True)
     fingerprint: Mapped[str]
     lease: Mapped[int]

@@ -13,7 +13,7 @@ from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.tokens import encode_tokens
 from repo_service.index import chunks, times, tokens
 from repo_service.index.chunks import KnownChunk
-from repo_service.index.dialect import bound, bound_ids, digest_list, id_list, insert_many, insert_new
+from repo_service.index.dialect import bound, bound_ids, digest_list, id_list, insert_many, insert_new, insert_words
 from repo_service.index.entry import Entry
 from repo_service.index.models import (
     HELD,
@@ -166,6 +166,7 @@ def _insert(
     )
     if entry.manifest.text:
         insert_many(connection, (ArtifactText.artifact_id, ArtifactText.text), [(row_id, entry.manifest.text)])
+        insert_words(connection, row_id, entry.manifest.text)
     chunks.set_state(connection, [c.id for c in known.values() if c.state not in HELD], ChunkState.PUBLISHED)
 
 

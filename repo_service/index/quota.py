@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, bindparam, select
 
 from repo_service.domain.errors import QuotaExceeded
+from repo_service.index.dialect import total
 from repo_service.index.models import PRESENT, WANTED, Chunk, ChunkState, PushChunk
 
-_SIZE = func.coalesce(func.sum(Chunk.size), 0)
+_SIZE = total(Chunk.size)
 _TAKEN = select(_SIZE).where(Chunk.state.in_((*WANTED, *PRESENT)), Chunk.namespace == bindparam("namespace"))
 _WANTED = (
     select(_SIZE)

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, exists, func, select
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest
 from repo_service.domain.policy import Policy
 from repo_service.index import times
-from repo_service.index.dialect import bound_ids, id_list
+from repo_service.index.dialect import bound_ids, id_list, total
 from repo_service.index.models import (
     HELD,
     Artifact,
@@ -82,7 +82,7 @@ def _held_by_gone() -> Any:
 
 _LOST = _held_by_gone()
 _UNPUSHED = _LOST.where(~exists().where(PushChunk.chunk_id == Chunk.id))
-_LOST_BYTES = select(func.coalesce(func.sum(Chunk.size), 0)).where(Chunk.id.in_(_LOST), (Chunk.state + 0).in_(HELD))
+_LOST_BYTES = select(total(Chunk.size)).where(Chunk.id.in_(_LOST), (Chunk.state + 0).in_(HELD))
 _FREED_CHUNKS = (
     select(Chunk.digest, func.max(Chunk.size).label("size"))
     .where(
@@ -112,7 +112,7 @@ _FREED_MANIFESTS = (
     )
     .distinct()
 )
-_STORED_BYTES = select(func.coalesce(func.sum(Chunk.size), 0)).where(Chunk.state.in_(HELD))
+_STORED_BYTES = select(total(Chunk.size)).where(Chunk.state.in_(HELD))
 
 
 def let_go(connection: Connection, namespace: str, policy: Policy, now: datetime) -> list[LetGo]:

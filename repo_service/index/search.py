@@ -14,7 +14,7 @@ from repo_service.domain.errors import MalformedRequest
 from repo_service.domain.views import ArtifactPage, ArtifactQuery, query_words
 from repo_service.index import times, tokens
 from repo_service.index.cursor import Cursor, Totals
-from repo_service.index.dialect import text_matches
+from repo_service.index.dialect import text_matches, total
 from repo_service.index.lookup import ARTIFACTS, infos
 from repo_service.index.models import (
     HELD,
@@ -44,7 +44,7 @@ def query(connection: Connection, wanted: ArtifactQuery) -> ArtifactPage:
     ------
     MalformedRequest, MalformedDigest, InvalidTokens
     """
-    conditions = _conditions(wanted)
+    conditions = _conditions(wanted, connection.dialect.name)
     sort = _SORTS[wanted.sort]
     after = [] if wanted.cursor is None else [Cursor.decode(wanted.cursor, wanted)]
     totals = after[0].totals if after else _totals(connection, wanted.namespace, conditions)
@@ -74,15 +74,13 @@ def _beyond(wanted: ArtifactQuery, sort: InstrumentedAttribute[int], cursor: Cur
 
 
 def _totals(connection: Connection, namespace: str, conditions: list[ColumnElement[bool]]) -> Totals:
-    count, total = connection.execute(
-        select(func.count(), func.coalesce(func.sum(Artifact.total_bytes), 0)).where(*conditions)
-    ).one()
-    unique = func.coalesce(func.sum(Chunk.size), 0)
+    count, size = connection.execute(select(func.count(), total(Artifact.total_bytes)).where(*conditions)).one()
+    unique = total(Chunk.size)
     if len(conditions) == 1:
         statement = select(unique).where(Chunk.state.in_(HELD), Chunk.namespace == namespace)
     else:
         statement = select(unique).where(Chunk.id.in_(_chunks_of(select(Artifact.id).where(*conditions))))
-    return Totals(count, total, connection.scalars(statement).one())
+    return Totals(count, size, connection.scalars(statement).one())
 
 
 def _chunks_of(artifacts: Select[int]) -> Any:
@@ -94,15 +92,15 @@ def _chunks_of(artifacts: Select[int]) -> Any:
     )
 
 
-def _conditions(wanted: ArtifactQuery) -> list[ColumnElement[bool]]:
+def _conditions(wanted: ArtifactQuery, dialect: str) -> list[ColumnElement[bool]]:
     """The conditions on `Artifact`; if nothing is asked there is only one, the namespace."""
-    listed = [Artifact.id.in_(ids) for ids in _listings(wanted)]
+    listed = [Artifact.id.in_(ids) for ids in _listings(wanted, dialect)]
     # Ids that are listed are few: they, and no index on the namespace, are to lead the search.
     namespace = Artifact.namespace.concat("") if listed else Artifact.namespace
     return [namespace == wanted.namespace, *listed, *_properties(wanted)]
 
 
-def _listings(wanted: ArtifactQuery) -> Iterator[Any]:
+def _listings(wanted: ArtifactQuery, dialect: str) -> Iterator[Any]:
     """Conditions that are met by the artifacts whose ids another table lists."""
     if wanted.block_key is not None:
         yield _with_block(wanted.namespace, wanted.block_key)
@@ -113,7 +111,7 @@ def _listings(wanted: ArtifactQuery) -> Iterator[Any]:
     for name, value in wanted.annotations.items():
         yield _with_annotation(name, value)
     if wanted.text is not None and (words := query_words(wanted.text)):
-        yield text_matches(words)
+        yield text_matches(dialect, words)
 
 
 def _properties(wanted: ArtifactQuery) -> Iterator[ColumnElement[bool]]:

@@ -6,6 +6,7 @@ from sqlalchemy import Connection, Select, func, select
 
 from repo_service.domain.views import Stats
 from repo_service.index import times
+from repo_service.index.dialect import total
 from repo_service.index.models import HELD, Artifact, Block, Chunk, DivergenceRow, PushRecord, Tag
 
 
@@ -14,12 +15,12 @@ def of(connection: Connection, namespace: str) -> Stats:
         select(
             func.count().label("artifacts"),
             func.count(Artifact.fingerprint_id.distinct()).label("fingerprints"),
-            func.coalesce(func.sum(Artifact.token_count), 0).label("tokens"),
-            func.coalesce(func.sum(Artifact.total_bytes), 0).label("bytes"),
+            total(Artifact.token_count).label("tokens"),
+            total(Artifact.total_bytes).label("bytes"),
         ).where(Artifact.namespace == namespace)
     ).one()
     chunks = connection.execute(
-        select(func.count().label("chunks"), func.coalesce(func.sum(Chunk.size), 0).label("bytes")).where(
+        select(func.count().label("chunks"), total(Chunk.size).label("bytes")).where(
             Chunk.state.in_(HELD), Chunk.namespace == namespace
         )
     ).one()

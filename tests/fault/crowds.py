@@ -25,7 +25,7 @@ from repo_service.client import open_repository
 from repo_service.domain.errors import ChunksMissing, PushNotFound, Unavailable
 from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.domain.repository import Push
-from repo_service.index.engine import Database
+from repo_service.index.sqlite import SqliteDatabase
 from tests.fault.damage import Opened, made, read_whole
 from tests.fault.suite import Fault
 
@@ -258,7 +258,7 @@ def send_partly(url: str, push_id: str, digest: str, data: bytes, size: int) -> 
 def write_much(root: Path, writers: Sequence[int], transactions: int, artifact_id: str) -> int:
     """Add one, again and again, to a number that all share; returns how often the index was not to be had."""
     refused = [0] * len(writers)
-    database = Database(f"sqlite:///{root}/index.sqlite")
+    database = SqliteDatabase(f"sqlite:///{root}/index.sqlite")
     with Opened(root) as opened:
 
         def one(i: int) -> None:
@@ -281,7 +281,7 @@ def many_writers(directory: Path, seed: int, *, writers: int, transactions: int,
     root = directory / "repository"
     with Opened(root) as opened, processes(workers) as pool:
         info, _ = push(opened.repository, made(seed, 24))
-        database = Database(f"sqlite:///{root}/index.sqlite")
+        database = SqliteDatabase(f"sqlite:///{root}/index.sqlite")
         with database.write() as connection:
             connection.execute(text("INSERT INTO meta (name, value) VALUES ('shared', '0')"))
         running = [pool.submit(write_much, root, part, transactions, info.id) for part in shares(writers, workers)]

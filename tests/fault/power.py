@@ -17,7 +17,7 @@ from pushing import Artifact, push
 from sqlalchemy import Connection
 
 from repo_service.domain.names import DEFAULT_NAMESPACE
-from repo_service.index.engine import Database
+from repo_service.index.engine import Database, Mode
 from repo_service.storage import local
 from tests.fault.damage import Opened
 from tests.fault.kills import Calling
@@ -72,8 +72,8 @@ class Disk:
         write_of = Database._write
 
         @contextmanager
-        def write(database: Database, mode: str) -> Iterator[Connection]:
-            with write_of(database, mode) as connection:
+        def write(database: Database, mode: Mode, wait: float) -> Iterator[Connection]:
+            with write_of(database, mode, wait) as connection:
                 yield connection
                 synchronous = connection.exec_driver_sql("PRAGMA synchronous").scalar_one()
             files = [disk._root / f"index.sqlite{end}" for end in ("", "-wal")]

@@ -1,0 +1,127 @@
+"""PostgreSQL as the index's database.
+
+A lock of the database server, which a transaction holds to its end, lets one transaction write at a
+time in all processes. What it reads first it reads after it has the lock, and so knows all that was
+committed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from zlib import crc32
+
+from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError
+
+from repo_service.domain.errors import InvalidInput, MalformedUrl
+from repo_service.index.engine import Database, Mode
+from repo_service.index.errors import translated
+
+READERS = 16
+REACH_SECONDS = 2
+"""How long a server may take to answer a connection, or to acknowledge what it was sent."""
+
+STATEMENT_SECONDS = 60
+"""Longest statement of a reader; a writer's may take ten times as long."""
+
+_WRITER = 0x6B766772
+_JOB = 0x6B76676A
+_ISOLATION = {"read": "ISOLATION LEVEL REPEATABLE READ READ ONLY", "write": "READ WRITE", "durable": "READ WRITE"}
+
+
+class PostgresDatabase(Database):
+    """One database of a PostgreSQL server, version 13 or later, for one repository.
+
+    Parameters
+    ----------
+    url
+        ``postgresql://user:password@host:port/database``; parameters of libpq may follow a ``?``.
+
+    Raises
+    ------
+    MalformedUrl
+    InvalidInput
+        If the driver is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        parsed = _parsed(url)
+        super().__init__(_engine(parsed, 1), _engine(parsed, READERS))
+
+    def _begin(self, connection: Connection, mode: Mode, wait: float) -> None:
+        statements = [f"SET TRANSACTION {_ISOLATION[mode]}"]
+        if mode == "read":
+            statements += [f"SET LOCAL statement_timeout = '{STATEMENT_SECONDS}s'"]
+        else:
+            statements += [
+                # Zero would wait for ever.
+                f"SET LOCAL lock_timeout = {max(1, round(wait * 1000))}",
+                f"SET LOCAL statement_timeout = '{10 * STATEMENT_SECONDS}s'",
+                f"SET LOCAL synchronous_commit = {'on' if mode == 'durable' else 'off'}",
+                f"SELECT pg_advisory_xact_lock({_WRITER})",
+            ]
+        connection.exec_driver_sql("; ".join(statements))
+
+    @contextmanager
+    def alone(self, job: str) -> Iterator[bool]:
+        with translated(), self._reader.connect() as connection:
+            # Of the session: it is let go of when the connection ends, however that comes.
+            keys = {"kind": _JOB, "job": crc32(job.encode()) - 2**31}
+            taken = connection.execute(text("SELECT pg_try_advisory_lock(:kind, :job)"), keys).scalar_one()
+            connection.commit()
+            try:
+                yield bool(taken)
+            finally:
+                if taken:
+                    connection.execute(text("SELECT pg_advisory_unlock(:kind, :job)"), keys)
+                    connection.commit()
+
+
+def _parsed(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise MalformedUrl(
+            "the URL of the index can't be read: postgresql://user:password@host:port/database, with special "
+            "characters of the password written as %XX"
+        ) from None
+    if parsed.drivername not in {"postgresql", "postgres", "postgresql+psycopg"} or not parsed.database:
+        shown = parsed.render_as_string(hide_password=True)
+        raise MalformedUrl(f"{shown[:200]!r} names no database: postgresql://user:password@host:port/database")
+    return parsed.set(drivername="postgresql+psycopg")
+
+
+def _engine(url: URL, connections: int) -> Engine:
+    try:
+        engine = create_engine(
+            url,
+            poolclass=QueuePool,
+            pool_size=connections,
+            max_overflow=0,
+            # Readers who find no connection in this time are told to come again.
+            pool_timeout=REACH_SECONDS,
+            # A connection that broke while it lay in the pool is replaced and not handed out.
+            pool_pre_ping=True,
+            hide_parameters=True,
+            connect_args={
+                "application_name": "kvgraft",
+                "connect_timeout": REACH_SECONDS,
+                "tcp_user_timeout": 1000 * REACH_SECONDS,
+                "keepalives_idle": 5,
+                "keepalives_interval": 2,
+                "keepalives_count": 3,
+                **url.query,
+            },
+        )
+    except ModuleNotFoundError:
+        raise InvalidInput("an index in PostgreSQL needs the driver psycopg: pip install 'kvgraft[postgres]'") from None
+    event.listen(engine, "connect", _configure)
+    return engine
+
+
+def _configure(connection: object, _record: object) -> None:
+    with connection.cursor() as cursor:  # type: ignore[attr-defined]
+        # Strings are UTF-8 whatever the server's settings are.
+        cursor.execute("SET client_encoding = 'UTF8'")
+    connection.commit()  # type: ignore[attr-defined]
