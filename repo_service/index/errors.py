@@ -23,9 +23,8 @@ _UNAVAILABLE = {
 
 # By the beginning of PostgreSQL's SQLSTATE.
 _UNAVAILABLE_STATES = {
-    "08": "its database can't be reached; try again",
+    "08": "its database can't be reached; check its URL and its server, or try again",
     "28": "its database refuses the user or the password; check the URL",
-    "3D": "its database does not exist; create it first",
     "42501": "its database's user lacks a right; let it own the database",
     "25006": "its database only reads; connect to the primary server",
     "40": "another transaction was in the way; try again",
@@ -84,6 +83,7 @@ def _of_postgres(error: BaseException) -> KvgraftError:
     for beginning, what in _UNAVAILABLE_STATES.items():
         if state.startswith(beginning):
             return Unavailable(f"the index is unavailable: {what} ({said})")
-    if not state and type(error).__name__ == "OperationalError":
+    if not state and any(kind.__name__ == "OperationalError" for kind in type(error).__mro__):
+        # Connecting failed.
         return Unavailable(f"the index is unavailable: {_UNAVAILABLE_STATES['08']} ({said})")
     return RepositoryError(f"the index failed: {said}")

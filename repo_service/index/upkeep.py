@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 
 from repo_service.domain.layout import ChunkSpec
@@ -33,6 +33,10 @@ class Upkeep:
 
     _database: Database
     _uses: Uses
+
+    def alone(self, job: str) -> AbstractContextManager[bool]:
+        """True inside the block if nobody else who shares the database is inside one for the same job."""
+        return self._database.alone(job)
 
     def unsettled(self) -> bool:
         """True if a process may have ended between writing to the store and to the index."""
