@@ -1,4 +1,4 @@
-"""Lookups stay lookups: no statement that runs often reads a whole table, as SQLite's own plans say."""
+"""Lookups stay lookups: no statement that runs often reads a whole table, as the databases' own plans say."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import postgres
 import pytest
 from index_support import EPOCH, begin, empty_index, entry, first_chunk, keys, publish, send
 from sqlalchemy import event
@@ -33,8 +34,8 @@ def index(tmp_path: Path) -> Iterator[Index]:
         yield opened
 
 
-def plans(index: Index, path: Path, call: Callable[[], object]) -> list[str]:
-    """Each step of the plan of each statement that ``call`` executes."""
+def statements_of(index: Index, call: Callable[[], object]) -> list[tuple[str, Any]]:
+    """Each statement that ``call`` executes, with its parameters, the first of many."""
     statements: list[tuple[str, Any]] = []
 
     def note(_c: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, many: bool) -> None:
@@ -43,8 +44,18 @@ def plans(index: Index, path: Path, call: Callable[[], object]) -> list[str]:
     database = index._database
     for engine in (database._reader, database._writer):
         event.listen(engine, "before_cursor_execute", note)
-    call()
+    try:
+        call()
+    finally:
+        for engine in (database._reader, database._writer):
+            event.remove(engine, "before_cursor_execute", note)
     assert statements
+    return statements
+
+
+def plans(index: Index, path: Path, call: Callable[[], object]) -> list[str]:
+    """Each step of the plan of each statement that ``call`` executes in SQLite."""
+    statements = statements_of(index, call)
     with closing(sqlite3.connect(path / "index.db")) as connection:
         return [
             step
@@ -99,6 +110,34 @@ def test_no_table_is_read_as_a_whole(index: Index, tmp_path: Path, name: str) ->
     steps = plans(index, tmp_path, lambda: CALLS[name](index))
     assert any(step.startswith("SEARCH") for step in steps)
     assert [step for step in steps if step.startswith("SCAN") and not BOUND.match(step)] == []
+
+
+@pytest.fixture(scope="module")
+def planned() -> Iterator[Index]:
+    """An index in PostgreSQL, which each call leaves as others may find it."""
+    with Index.open(postgres.empty_index()) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_table_is_read_as_a_whole_in_postgres(planned: Index, name: str) -> None:
+    """With whole tables forbidden, which small ones are read as otherwise, an index is found for every step."""
+    publish(planned, WHAT)
+    planned.set_tag("default", "latest", ARTIFACT, EPOCH)
+    found: list[str] = []
+    for statement, parameters in statements_of(planned, lambda: CALLS[name](planned)):
+        if not statement.startswith(("SET ", "SELECT pg_")):
+            found += explained(planned, statement, parameters)
+    assert found
+    assert [step for step in found if "Seq Scan on" in step] == []
+
+
+def explained(index: Index, statement: str, parameters: Any) -> list[str]:
+    with index._database._writer.connect() as connection, connection.begin() as transaction:
+        connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
+        rows = connection.exec_driver_sql(f"EXPLAIN {statement}", parameters).scalars().all()
+        transaction.rollback()
+    return [str(row) for row in rows]
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("page of")])

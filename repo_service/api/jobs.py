@@ -43,7 +43,7 @@ def running(repository: LocalRepository, settings: Settings) -> Iterator[None]:
 
     jobs = [("gc", settings.gc_seconds, collect), ("scrub", settings.scrub_seconds, scrub)]
     threads = [
-        threading.Thread(target=_repeat, args=(ended, name, seconds, job), name=f"kvgraft-{name}")
+        threading.Thread(target=_repeat, args=(repository, ended, name, seconds, job), name=f"kvgraft-{name}")
         for name, seconds, job in jobs
         if seconds
     ]
@@ -86,13 +86,18 @@ def audited(settings: Settings) -> Iterator[None]:
         handler.close()
 
 
-def _repeat(ended: threading.Event, name: str, seconds: float, job: Callable[[], None]) -> None:
+def _repeat(
+    repository: LocalRepository, ended: threading.Event, name: str, seconds: float, job: Callable[[], None]
+) -> None:
     # Services that were started together don't work together.
     wait = seconds * random.uniform(0.5, 1)
     while not ended.wait(wait):
         wait = seconds
         try:
-            job()
+            # Another service on the same index may be at it.
+            with repository.alone(name) as ours:
+                if ours:
+                    job()
         except KvgraftError as error:
             _log.warning("%s could not be done: %s: %s", name, error.code, error.message)
         except Exception:

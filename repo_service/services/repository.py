@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -268,6 +268,10 @@ class LocalRepository(Repository):
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise InvalidInput(f"the rate is {bytes_per_s} bytes a second; it must be above 0")
         return scrub(self._store, self._index, bytes_per_s=bytes_per_s, ended=ended)
+
+    def alone(self, job: str) -> AbstractContextManager[bool]:
+        """True inside the block if no other process that serves this repository is inside one for the same job."""
+        return self._index.alone(job)
 
     def close(self) -> None:
         self._index.close()
