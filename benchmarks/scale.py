@@ -1,0 +1,181 @@
+"""Longest-prefix match as the index grows, on SQLite and on PostgreSQL.
+
+Rows go straight into the tables that a match reads, and their unique index is made afterwards: loading
+a hundred million blocks by pushes would measure pushes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from repo_service.index import Index
+
+NAMESPACE = "default"
+BLOCKS_PER_ARTIFACT = 128
+BLOCK_TOKENS = 256
+PROMPT_BLOCKS = 32
+BATCH = 100_000
+
+_TABLES: dict[str, tuple[str, ...]] = {
+    "artifacts": (
+        "id", "namespace", "digest", "fingerprint_id", "token_count", "block_tokens", "block_count",
+        "private_tokens", "exactness", "created_at", "total_bytes", "last_used_at",
+    ),
+    "blocks": ("id", "namespace", "key", "record", "start", "stop"),
+    "artifact_blocks": ("artifact_id", "position", "block_id"),
+}  # fmt: skip
+
+Rows = Iterable[tuple[Any, ...]]
+
+
+def run(sizes: list[int], databases: list[str], lookups: int) -> dict[str, Any]:
+    """Match prompts of 32 blocks, half of which are stored in part, against each number of indexed blocks."""
+    measured: dict[str, Any] = {}
+    for database in databases:
+        for blocks in sizes:
+            with tempfile.TemporaryDirectory(prefix="kvgraft-bench-") as directory:
+                measure = _sqlite if database == "sqlite" else _postgres
+                measured[f"{database}, {blocks:,} blocks"] = measure(Path(directory), blocks, lookups)
+    return measured
+
+
+def _sqlite(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
+    path = directory / "index.sqlite"
+    url = f"sqlite:///{path}"
+    Index.open(url).close()
+    start = time.perf_counter()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        for pragma in ("foreign_keys=OFF", "synchronous=OFF", "cache_size=-1048576", "temp_store=FILE"):
+            connection.execute(f"PRAGMA {pragma}")
+        made = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'blocks'").fetchone()[0]
+        unconstrained = re.sub(r",\s*CONSTRAINT uq_blocks_namespace_key UNIQUE \(namespace, \"?key\"?\)", "", made)
+        if unconstrained == made:
+            raise RuntimeError("the table of blocks is not made as it was")
+        connection.execute("DROP TABLE blocks")
+        connection.execute(unconstrained)
+        connection.execute(f"INSERT INTO fingerprints VALUES {_fingerprint()}")
+        for table, columns in _TABLES.items():
+            statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+            rows = _rows(table, blocks)
+            while batch := [row for row, _ in zip(rows, range(BATCH), strict=False)]:
+                connection.execute("BEGIN")
+                connection.executemany(statement, batch)
+                connection.execute("COMMIT")
+        connection.execute("CREATE UNIQUE INDEX uq_blocks_namespace_key ON blocks (namespace, key)")
+    loaded = time.perf_counter() - start
+    with Index.open(url) as index:
+        return _measured(index, blocks, lookups) | {
+            "index_mib": round(path.stat().st_size / 2**20),
+            "load_s": round(loaded),
+        }
+
+
+def _postgres(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
+    import psycopg
+
+    from benchmarks.servers import postgres_server
+
+    with postgres_server(directory) as url:
+        Index.open(url).close()
+        start = time.perf_counter()
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("SET session_replication_role = replica")
+            connection.execute("SET maintenance_work_mem = '1GB'")
+            connection.execute("ALTER TABLE blocks DROP CONSTRAINT uq_blocks_namespace_key")
+            connection.execute(f"INSERT INTO fingerprints VALUES {_fingerprint('{}::bytea')}")  # type: ignore[arg-type]
+            for table, columns in _TABLES.items():
+                copy = f"COPY {table} ({', '.join(columns)}) FROM STDIN"
+                with connection.cursor().copy(copy) as sink:  # type: ignore[arg-type]
+                    for row in _rows(table, blocks):
+                        sink.write_row(row)
+            connection.execute("ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key UNIQUE (namespace, key)")
+            connection.execute("VACUUM ANALYZE")
+            loaded = time.perf_counter() - start
+            size = connection.execute("SELECT pg_database_size(current_database())").fetchone()
+        assert size is not None
+        with Index.open(url) as index:
+            return _measured(index, blocks, lookups) | {
+                "index_mib": round(size[0] / 2**20),
+                "load_s": round(loaded),
+            }
+
+
+def _measured(index: Index, blocks: int, lookups: int) -> dict[str, Any]:
+    chooser = random.Random(1)
+    artifacts = blocks // BLOCKS_PER_ARTIFACT
+    # Connections are opened before anything is timed.
+    index.match(NAMESPACE, [_key(0, 0)])
+    seconds: list[float] = []
+    for _ in range(lookups):
+        prompt, shared = chooser.randrange(2 * artifacts), chooser.randrange(PROMPT_BLOCKS)
+        keys = [_key(prompt, i) if i < shared else _key(-1 - prompt, i) for i in range(PROMPT_BLOCKS)]
+        begin = time.perf_counter()
+        match = index.match(NAMESPACE, keys)
+        seconds.append(time.perf_counter() - begin)
+        if (match.blocks if match else 0) != (shared if prompt < artifacts else 0):
+            raise RuntimeError(f"prompt {prompt} matched {match}; {shared} of its blocks are stored")
+    seconds.sort()
+    return {
+        "lookups": lookups,
+        "keys_per_lookup": PROMPT_BLOCKS,
+        "p50_ms": round(statistics.median(seconds) * 1e3, 3),
+        "p99_ms": round(seconds[int(len(seconds) * 0.99)] * 1e3, 3),
+    }
+
+
+def _digest(prompt: int, block: int) -> bytes:
+    return hashlib.sha256(b"%d/%d" % (prompt, block)).digest()
+
+
+def _key(prompt: int, block: int) -> str:
+    return f"sha256:{_digest(prompt, block).hex()}"
+
+
+def _fingerprint(blob: str = "X{}") -> str:
+    digest = f"'{'00' * 32}'"
+    if "bytea" in blob:
+        digest = f"'\\x{'00' * 32}'"
+    return f"(1, {blob.format(digest)}, {blob.format(digest)}, '{{}}')"
+
+
+def _rows(table: str, blocks: int) -> Iterator[tuple[Any, ...]]:
+    artifacts = range(blocks // BLOCKS_PER_ARTIFACT)
+    now = time.time_ns() // 1000
+    if table == "artifacts":
+        tokens = BLOCKS_PER_ARTIFACT * BLOCK_TOKENS
+        for number in artifacts:
+            digest = hashlib.sha256(b"%d" % number).digest()
+            # Used a moment ago, so that no lookup writes that down.
+            yield (
+                number + 1,
+                NAMESPACE,
+                digest,
+                1,
+                tokens,
+                BLOCK_TOKENS,
+                BLOCKS_PER_ARTIFACT,
+                True,
+                "exact",
+                now,
+                2**30,
+                now + 10**9,
+            )
+        return
+    for number in artifacts:
+        first = number * BLOCKS_PER_ARTIFACT + 1
+        for position in range(BLOCKS_PER_ARTIFACT):
+            if table == "artifact_blocks":
+                yield number + 1, position, first + position
+            else:
+                key, start = _digest(number, position), position * BLOCK_TOKENS
+                yield first + position, NAMESPACE, key, key, start, start + BLOCK_TOKENS
