@@ -6,9 +6,13 @@ import errno
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from synthetic import artifact, fingerprint
 
 from repo_service.client import open_repository
 from repo_service.client.repair import repair
-from repo_service.domain.errors import ChunkCorrupt, DocumentCorrupt, InvalidInput, QuotaExceeded
+from repo_service.domain.errors import ChunkCorrupt, Conflict, DocumentCorrupt, InvalidInput, QuotaExceeded
 from repo_service.domain.policy import Policy
 from repo_service.domain.repository import Repository
 from repo_service.index.models import Unsettled
@@ -297,6 +301,34 @@ def test_a_scrub_that_is_ended_says_so(root: Path) -> None:
             report = repository.scrub(ended=lambda _, left=left: next(left, None) is None)  # type: ignore[misc]
             assert not report.complete
             assert report.artifacts + report.block_records + report.chunks == steps + 1
+
+
+def test_a_slow_scrub_that_was_asked_for_ends_with_the_service_and_runs_alone(root: Path) -> None:
+    """A rate of one byte a second held the service for ever."""
+    with served(root) as url, open_repository(url) as repository, ThreadPoolExecutor(1) as thread:
+        push(repository, made(1))
+        slow = thread.submit(repository.scrub, bytes_per_s=1)
+        refused = False
+        while not refused:
+            try:
+                repository.scrub()
+            except Conflict:
+                refused = True
+            if slow.done():
+                # It came while the other ran.
+                slow, refused = thread.submit(repository.scrub, bytes_per_s=1), False
+        began = time.monotonic()
+        process = next(iter(running_services(root)))
+        os.kill(process, signal.SIGTERM)
+        assert not slow.result().complete
+        assert time.monotonic() - began < 20
+
+
+def running_services(root: Path) -> Iterator[int]:
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if root.as_uri().encode() in process.read_bytes():
+                yield int(process.parent.name)
 
 
 def test_a_rate_is_kept_and_a_scrub_can_be_ended(root: Path) -> None:

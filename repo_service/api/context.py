@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Annotated
 
 from anyio import CapacityLimiter
@@ -30,8 +32,12 @@ class Context:
         The turn to handle a large document that comes.
     answers
         The turn to send a manifest or a page of block records.
-    chunk_threads, survey_threads
-        Limiters for the worker threads of chunk transfers, and of checks and rebuilds.
+    chunk_threads, survey_threads, scrub_threads
+        Limiters for the worker threads of chunk transfers, of checks and rebuilds, and of scrubs.
+    scrubbing
+        Held while a scrub that was asked for runs.
+    is_ending
+        Says whether the service is to end, for work that would go on for hours.
     """
 
     def __init__(self, repository: LocalRepository, settings: Settings) -> None:
@@ -43,6 +49,9 @@ class Context:
         self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
         self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
         self.survey_threads = CapacityLimiter(_SURVEYS)
+        self.scrub_threads = CapacityLimiter(1)
+        self.scrubbing = threading.Lock()
+        self.is_ending: Callable[[], bool] = bool
         self._views: dict[tuple[str, str], ZarrView] = {}
 
     def zarr_view(self, ref: str, namespace: str) -> ZarrView:

@@ -85,9 +85,10 @@ def address(listener: socket.socket) -> str:
 
 def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Server:
     """A server for an open repository; run it with ``run(sockets=[listen(settings)])``."""
-    return uvicorn.Server(
+    app = create_app(repository, settings)
+    server = uvicorn.Server(
         uvicorn.Config(
-            create_app(repository, settings),
+            app,
             http=connection_class(settings),
             ws="none",
             lifespan="off",
@@ -99,6 +100,8 @@ def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Serv
             timeout_graceful_shutdown=settings.shutdown_seconds,
         )
     )
+    app.state.context.is_ending = lambda: server.should_exit
+    return server
 
 
 @contextmanager

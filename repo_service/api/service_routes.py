@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -9,13 +11,16 @@ from anyio import to_thread
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
-from repo_service.api.context import ContextOf
+from repo_service.api.context import Context, ContextOf
 from repo_service.api.errors import error_answers
-from repo_service.domain.errors import Unavailable
+from repo_service.domain.errors import Conflict, Unavailable
 from repo_service.domain.views import GarbageReport, ReindexReport, RepositoryInfo, ScrubReport
 from repo_service.services.garbage import GRACE_S
 
 router = APIRouter(tags=["service"])
+
+_LONGEST_SCRUB_S = 24 * 3600.0
+_LOOK_S = 0.2
 
 
 class Health(BaseModel):
@@ -68,14 +73,35 @@ def get_namespaces(context: ContextOf) -> list[str]:
 class Survey(BaseModel):
     """How to scrub."""
 
-    bytes_per_s: int | None = Field(None, gt=0, le=10**12, description="Most bytes of chunks to read in a second.")
+    bytes_per_s: int | None = Field(None, gt=0, le=10**12, description="Most bytes to read in a second.")
 
 
-@router.post("/v1/scrub")
+@router.post("/v1/scrub", responses=error_answers(Conflict))
 async def scrub(context: ContextOf, how: Survey) -> ScrubReport:
-    """Read and verify everything that is stored; the answer comes when that is done."""
-    survey = partial(context.repository.scrub, bytes_per_s=how.bytes_per_s)
-    return await to_thread.run_sync(survey, limiter=context.survey_threads)
+    """Read and verify everything that is stored; the answer comes when that is done.
+
+    It ends, incomplete, after a day or when the service does; one runs at a time.
+    """
+    if not context.scrubbing.acquire(blocking=False):
+        raise Conflict("a scrub that was asked for is running; wait until it has ended")
+    try:
+        survey = partial(context.repository.scrub, bytes_per_s=how.bytes_per_s, ended=_ended(context))
+        return await to_thread.run_sync(survey, limiter=context.scrub_threads)
+    finally:
+        context.scrubbing.release()
+
+
+def _ended(context: Context) -> Callable[[float], bool]:
+    """Waits, and says whether a scrub is to stop."""
+    deadline = time.monotonic() + _LONGEST_SCRUB_S
+
+    def ended(seconds: float) -> bool:
+        until = min(deadline, time.monotonic() + seconds)
+        while not context.is_ending() and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_S))
+        return context.is_ending() or time.monotonic() >= deadline
+
+    return ended
 
 
 @router.post("/v1/reindex")
