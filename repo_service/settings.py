@@ -17,7 +17,13 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="KVGRAFT_", frozen=True, extra="forbid")
 
-    repo: str = Field("", description="URL of the repository to serve: file:///absolute/path or memory:.")
+    repo: str = Field(
+        "", description="URL of the repository to serve: file:///absolute/path, s3://bucket/prefix or memory:."
+    )
+    index: str = Field(
+        "",
+        description="URL of the index: sqlite:///absolute/path; an S3 repository needs one, a directory has its own.",
+    )
     host: str = Field("127.0.0.1", description="Address to listen on; without tokens it must be a loopback address.")
     port: int = Field(8750, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     insecure_any_host: bool = Field(

@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+from servers import S3Server, s3_server
 from serving import served
 
 from repo_service.client import open_repository
@@ -32,6 +33,22 @@ def matrix() -> list[str]:
 def index_kind(request: pytest.FixtureRequest) -> str:
     """The databases that an index may be kept in."""
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def _s3() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """An S3 server, one for the whole run, whose credentials are in the environment."""
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_CONFIG_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in _s3.environment.items():
+        monkeypatch.setenv(name, value)
+    return _s3
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from pathlib import Path
 
 
 @contextmanager
-def served(root: Path) -> Iterator[str]:
-    """Serve the repository at ``root``; gives the service's URL."""
-    command = [sys.executable, "-m", "repo_service.cli", "serve", "--repo", f"file://{root}", "--port", "0", "--json"]
+def served(root: Path | str) -> Iterator[str]:
+    """Serve the repository in a directory, or at a URL; gives the service's URL."""
+    url = root if isinstance(root, str) else f"file://{root}"
+    command = [sys.executable, "-m", "repo_service.cli", "serve", "--repo", url, "--port", "0", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ.copy()) as process:
         try:
             assert process.stdout is not None

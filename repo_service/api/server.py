@@ -38,16 +38,18 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
     ------
     InvalidInput
         If the host is not loopback, or can't be listened on.
-    PortInUse, MalformedUrl, NotARepository, NewerFormat
+    PortInUse, MalformedUrl, NotARepository, NewerFormat, Conflict
     """
     check_host(settings)
     if not settings.repo:
-        raise InvalidInput("no repository to serve: give its URL (KVGRAFT_REPO), file:///absolute/path or memory:")
+        raise InvalidInput(
+            "no repository to serve: give its URL (KVGRAFT_REPO), as file:///absolute/path or s3://bucket/prefix"
+        )
     with (
         ExitStack() as stack,
         audited(settings),
         listen(settings) as listener,
-        open_local(settings.repo) as repository,
+        open_local(settings.repo, index_url=settings.index or None) as repository,
         running(repository, settings),
     ):
         server = make_server(repository, settings)

@@ -124,12 +124,24 @@ def _damage(report: ScrubReport, repairs: list[Repair]) -> str:
     return "\n".join(lines)
 
 
-def reindex(repo: Repo = DEFAULT_REPO, token: Token = None, as_json: Json = False) -> None:
+def reindex(
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over", help="Make the index that KVGRAFT_INDEX names an S3 repository's, in place of another."
+        ),
+    ] = False,
+    repo: Repo = DEFAULT_REPO,
+    token: Token = None,
+    as_json: Json = False,
+) -> None:
     """Rebuild the SQL index from the store.
+
+    Stop whoever uses the other index before --take-over.
 
     Exits with 1 if something in the store could not be read; the rest is indexed.
     """
-    with open_named(repo, token) as repository, progress.shown("rebuilding the index"):
+    with open_named(repo, token, take_over=take_over) as repository, progress.shown("rebuilding the index"):
         report = repository.reindex()
     found = f"{output.count(report.artifacts, 'artifact')}, {output.count(report.blocks, 'block')}, {output.count(report.chunks, 'chunk')}, {output.count(report.tags, 'tag')}, {output.count(report.divergences, 'divergence')}"
     unread = "".join(f"\nunreadable: {key}" for key in report.corrupt)

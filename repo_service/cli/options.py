@@ -26,7 +26,10 @@ Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON to 
 Repo = Annotated[
     str,
     typer.Option(
-        "--repo", envvar=REPO_VARIABLE, metavar="URL", help="Repository: file:///absolute/path or http://host:port."
+        "--repo",
+        envvar=REPO_VARIABLE,
+        metavar="URL",
+        help="Repository: file:///absolute/path, s3://bucket/prefix or http://host:port.",
     ),
 ]
 Namespace = Annotated[
@@ -68,22 +71,24 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def open_named(url: str, token: str | None = None, *, create: bool = False) -> Repository:
+def open_named(url: str, token: str | None = None, *, create: bool = False, take_over: bool = False) -> Repository:
     """Open the repository at a URL.
 
     Parameters
     ----------
     create
-        Make a repository where a ``file:`` URL has none. Only commands that write to it do, so that
+        Make a repository where a ``file:`` or ``s3:`` URL has none. Only commands that write to it do, so that
         a mistyped URL is an error and not a new repository.
+    take_over
+        Make the index that ``KVGRAFT_INDEX`` names the repository's.
 
     Raises
     ------
-    MalformedUrl, NotARepository, NewerFormat
+    MalformedUrl, NotARepository, NewerFormat, InvalidInput, Conflict
     """
     from repo_service.client import open_repository
 
-    return open_repository(expanded(url), token, create=create)
+    return open_repository(expanded(url), token, create=create, take_over=take_over)
 
 
 def expanded(url: str) -> str:

@@ -35,8 +35,17 @@ def serve(
             "--repo",
             envvar=REPO_VARIABLE,
             metavar="URL",
-            help="Repository to serve: file:///absolute/path or memory:.",
+            help="Repository to serve: file:///absolute/path, s3://bucket/prefix or memory:.",
             show_default=DEFAULT_REPO,
+        ),
+    ] = None,
+    index: Annotated[
+        str | None,
+        typer.Option(
+            "--index",
+            metavar="URL",
+            help="Index, which an S3 repository needs: sqlite:///absolute/path.",
+            show_default="KVGRAFT_INDEX",
         ),
     ] = None,
     host: Annotated[
@@ -61,7 +70,7 @@ def serve(
     from repo_service.api import serve as serve_repository
     from repo_service.settings import load_settings
 
-    given: dict[str, Any] = {"repo": repo and expanded(repo), "host": host, "port": port}
+    given: dict[str, Any] = {"repo": repo and expanded(repo), "index": index, "host": host, "port": port}
     settings = load_settings(**{name: value for name, value in given.items() if value is not None})
     if not settings.repo:
         settings = settings.model_copy(update={"repo": expanded(DEFAULT_REPO)})

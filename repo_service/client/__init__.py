@@ -5,45 +5,57 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from repo_service.client.http import HttpRepository
-from repo_service.domain.errors import MalformedUrl
+from repo_service.domain.errors import InvalidInput, MalformedUrl
 from repo_service.domain.repository import Repository
-from repo_service.services.repository import MEMORY_URL, open_local
+from repo_service.services.places import MEMORY_URL, S3_SCHEME
+from repo_service.services.repository import open_local
 
 __all__ = ["open_repository"]
 
 
-def open_repository(url: str, token: str | None = None, *, create: bool = True) -> Repository:
+def open_repository(
+    url: str, token: str | None = None, *, create: bool = True, index: str | None = None, take_over: bool = False
+) -> Repository:
     """Open a repository.
 
     Parameters
     ----------
     url
-        ``file:///absolute/path`` or ``memory:`` for one on this machine, ``http://host:port`` or
-        ``https://host:port`` for one behind a service, which is not contacted yet.
+        ``file:///absolute/path``, ``s3://bucket/prefix`` or ``memory:`` for one that this process reaches
+        itself, ``http://host:port`` or ``https://host:port`` for one behind a service, which is not contacted yet.
     token
         Sent to a service as a bearer token; a repository on this machine needs none.
     create
-        Make a new repository where a ``file:`` URL has none.
+        Make a new repository where a ``file:`` or ``s3:`` URL has none.
+    index
+        URL of the index of an ``s3:`` repository, ``KVGRAFT_INDEX`` by default: ``sqlite:///path`` where one
+        machine uses it.
+    take_over
+        Make this index the repository's, whichever it had; `Repository.reindex` is to follow.
 
     Raises
     ------
     MalformedUrl, NotARepository, NewerFormat, InvalidInput
-        ``InvalidInput`` for a token that no header can carry.
+        ``InvalidInput`` for a token that no header can carry, and for an index that is missing.
+    Conflict
+        If the repository belongs to another index.
     """
     try:
         parts = urlsplit(url)
         _ = parts.port
     except ValueError as error:
         raise MalformedUrl(f"{url!r} is no URL: {error}", url=url) from None
-    if url == MEMORY_URL or parts.scheme == "file":
-        return open_local(url, create=create)
+    if url == MEMORY_URL or parts.scheme in {"file", S3_SCHEME}:
+        return open_local(url, create=create, index_url=index, take_over=take_over)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise MalformedUrl(
-            f"{url!r} is no repository's URL: give file:///absolute/path, memory:, http://host:port or https://host:port",
+            f"{url!r} is no repository's URL: give file:///absolute/path, s3://bucket/prefix, memory:, http://host:port or https://host:port",
             url=url,
         )
     if parts.path not in {"", "/"} or parts.query or parts.fragment or "@" in parts.netloc:
         raise MalformedUrl(
             f"{url!r} has more than a scheme, host and port: give http://host:port or https://host:port", url=url
         )
+    if index is not None or take_over:
+        raise InvalidInput(f"the service at {url} has its own index: name it where the service runs", url=url)
     return HttpRepository(parts, token)

@@ -91,13 +91,13 @@ class Index(Upkeep):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def claim(self, repository_id: str) -> None:
-        """Tie the index to a repository; raises `NotARepository` if it is another's."""
+    def claim(self, repository_id: str) -> str:
+        """Tie the index to a repository and return the index's own id; raises `NotARepository` if it is another's."""
         with self._database.read() as connection:
-            if meta.claimed(connection, repository_id):
-                return
+            if (index_id := meta.claimed(connection, repository_id)) is not None:
+                return index_id
         with self._database.write_durably() as connection:
-            meta.claim(connection, repository_id)
+            return meta.claim(connection, repository_id)
 
     def begin_push(self, push_id: str, namespace: str, fingerprint: Fingerprint, expires_at: datetime) -> None:
         """Start a push; while it sends something its lease, up to ``expires_at``, is renewed.

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import uuid
+
 from sqlalchemy import Connection, insert, select
 
 from repo_service.domain.errors import NotARepository
 from repo_service.index.models import Meta
 
 _REPOSITORY_ID = "repository_id"
+_INDEX_ID = "index_id"
 
 
-def claimed(connection: Connection, repository_id: str) -> bool:
-    """True if the index is tied to this repository, False if it is tied to none.
+def claimed(connection: Connection, repository_id: str) -> str | None:
+    """The index's own id, or None until it is tied to a repository.
 
     Raises
     ------
     NotARepository
         If it is another repository's index.
     """
-    owner = connection.execute(select(Meta.value).where(Meta.name == _REPOSITORY_ID)).scalar()
+    owner, index_id = _value(connection, _REPOSITORY_ID), _value(connection, _INDEX_ID)
     if owner not in (None, repository_id):
         raise NotARepository(
             f"the index belongs to the repository {owner}, the store to {repository_id}: give each its own index",
             repository_id=repository_id,
             index_repository_id=owner,
         )
-    return owner is not None
+    return index_id if owner is not None else None
 
 
-def claim(connection: Connection, repository_id: str) -> None:
-    """Tie the index to a repository, once; raises as `claimed` does."""
-    if not claimed(connection, repository_id):
-        connection.execute(insert(Meta).values(name=_REPOSITORY_ID, value=repository_id))
+def claim(connection: Connection, repository_id: str) -> str:
+    """Tie the index to a repository, once, and return the id it has for itself; raises as `claimed` does."""
+    index_id = claimed(connection, repository_id)
+    if index_id is None:
+        index_id = uuid.uuid4().hex
+        for name, value in ((_REPOSITORY_ID, repository_id), (_INDEX_ID, index_id)):
+            if _value(connection, name) is None:
+                connection.execute(insert(Meta).values(name=name, value=value))
+    return index_id
+
+
+def _value(connection: Connection, name: str) -> str | None:
+    return connection.execute(select(Meta.value).where(Meta.name == name)).scalar()

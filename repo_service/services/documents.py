@@ -17,6 +17,7 @@ from repo_service.domain.views import Divergence, TagInfo, View
 from repo_service.storage import Store
 
 MARKER = "kvgraft.json"
+OWNER = "index.json"
 CHUNKS = "chunks"
 BLOCKS = "blocks"
 ARTIFACTS = "artifacts"

@@ -9,7 +9,7 @@ from typing import Any
 from repo_service.domain.canonical import canonical_json, parse_loose_json
 from repo_service.domain.errors import KvgraftError, NewerFormat, NotARepository
 from repo_service.services.documents import MARKER
-from repo_service.storage import Store
+from repo_service.storage import S3Store, Store
 from repo_service.version import FORMAT_VERSION
 
 _FORMAT = "kvgraft.repository"
@@ -44,6 +44,28 @@ def prepare_directory(root: Path, *, create: bool) -> None:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise NotARepository(f"{root} can't be created: {error.strerror}", path=str(root)) from error
+
+
+def prepare_bucket(store: S3Store, url: str, *, create: bool) -> None:
+    """Make what lies under the URL a repository, or refuse it.
+
+    Raises
+    ------
+    NotARepository
+        If there is none and ``create`` is false, if something else lies there, or if the server can't publish.
+    """
+    if store.exists(MARKER):
+        return
+    if not create:
+        raise NotARepository(f"there is no repository at {url}", path=url)
+    if not store.is_empty() and not store.exists(MARKER):
+        raise NotARepository(f"{url} is not a repository and not empty: give a prefix that nothing uses", path=url)
+    open_marker(store, url)
+    if store.put_if_absent(MARKER, store.get(MARKER) or b""):
+        raise NotARepository(
+            f"the S3 server of {url} ignores If-None-Match: a repository needs one that creates an object only once",
+            path=url,
+        )
 
 
 def open_marker(store: Store, where: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -50,11 +50,13 @@ from repo_service.storage import Store
 
 LEASE = timedelta(hours=1)
 
-_RECORD_WRITERS = 4
+_RECORD_WRITERS = 8
 
 
-def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: str) -> LocalPush:
-    """Start a push of an artifact made under ``fingerprint``.
+def begin_push(
+    store: Store, index: Index, fingerprint: Fingerprint, namespace: str, ready: Callable[[], object] = lambda: None
+) -> LocalPush:
+    """Start a push of an artifact made under ``fingerprint``; ``ready`` as in `LocalPush`.
 
     Raises
     ------
@@ -69,16 +71,23 @@ def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: 
     settle(store, index)
     index.expire_pushes(now)
     index.begin_push(push_id, namespace, fingerprint, now + LEASE)
-    return LocalPush(store, index, push_id)
+    return LocalPush(store, index, push_id, ready)
 
 
 class LocalPush(Push):
-    """A push whose whole state is in the index, so that any process can take it up by its id."""
+    """A push whose whole state is in the index, so that any process can take it up by its id.
 
-    def __init__(self, store: Store, index: Index, push_id: str) -> None:
+    Parameters
+    ----------
+    ready
+        Called before a commit; raises where the index may not publish.
+    """
+
+    def __init__(self, store: Store, index: Index, push_id: str, ready: Callable[[], object] = lambda: None) -> None:
         self.id = push_id
         self._store = store
         self._index = index
+        self._ready = ready
 
     def offer(self, records: Sequence[BlockRecord]) -> list[str]:
         push = self._index.push(self.id)
@@ -127,6 +136,7 @@ class LocalPush(Push):
         self._index.arrived(self.id, digest)
 
     def commit(self, manifest: Manifest) -> ArtifactInfo:
+        self._ready()
         push = self._index.push(self.id)
         if manifest.fingerprint.id != push.fingerprint.id:
             raise MalformedDocument(
@@ -160,9 +170,11 @@ class LocalPush(Push):
         def write(info: ArtifactInfo) -> None:
             # No artifact is published with other records. What differs was left by a push that came to
             # nothing, comes from one that will find this artifact published, was taken for garbage, or is damaged.
-            for key, data in documents.items():
-                if not holds(self._store, key, data):
-                    self._store.put(key, data)
+            with ThreadPoolExecutor(_RECORD_WRITERS) as pool:
+                same = pool.map(partial(holds, self._store), documents, documents.values())
+                for key, is_same in zip(documents, same, strict=True):
+                    if not is_same:
+                        self._store.put(key, documents[key])
             document = EntryDocument(namespace=info.namespace, artifact_id=info.id, created_at=info.created_at)
             self._store.put(document.key, seal(document))
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from repo_service.domain.canonical import check_canonical
 from repo_service.domain.digest import BLAKE3
-from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError, MalformedUrl
+from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
@@ -37,7 +35,9 @@ from repo_service.domain.views import (
 from repo_service.index import Index
 from repo_service.services.documents import ENTRIES, seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
-from repo_service.services.marker import open_marker, prepare_directory
+from repo_service.services.marker import open_marker
+from repo_service.services.ownership import Ownership
+from repo_service.services.places import find_place
 from repo_service.services.push import LocalPush, begin_push
 from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
 from repo_service.services.reindex import reindex
@@ -47,57 +47,63 @@ from repo_service.services.scrub import scrub
 from repo_service.services.settle import settle
 from repo_service.services.undo import follow_rows
 from repo_service.services.withdraw import withdraw
-from repo_service.storage import LocalStore, MemoryStore, Store
+from repo_service.storage import Store
 from repo_service.version import FORMAT_VERSION, __version__
 
-MEMORY_URL = "memory:"
-
-_INDEX_FILE = "index.sqlite"
 _CHECK_WORKERS = 2
 
 
-def open_local(url: str, *, create: bool = True) -> LocalRepository:
-    """Open a repository of this machine.
+def open_local(
+    url: str, *, create: bool = True, index_url: str | None = None, take_over: bool = False
+) -> LocalRepository:
+    """Open a repository that this process reaches itself.
 
     Parameters
     ----------
     url
-        ``file:///path`` or ``memory:``.
+        ``file:///path``, ``s3://bucket/prefix`` or ``memory:``.
     create
-        Make a new repository if the directory is missing or empty.
+        Make a new repository if there is none, and nothing else.
+    index_url
+        The index. A directory holds its own unless told otherwise; an S3 repository needs one, here or
+        in ``KVGRAFT_INDEX``.
+    take_over
+        Make this index the repository's, whichever it had; `LocalRepository.reindex` is to follow.
 
     Raises
     ------
     MalformedUrl, NotARepository, NewerFormat
+    InvalidInput
+        If an index is missing, or nothing can be taken over.
+    Conflict
+        If the repository belongs to another index.
     """
-    store: Store
-    if url == MEMORY_URL:
-        store, index_url, indexed, reserve = MemoryStore(), "sqlite://", True, Reserve(None)
-    else:
-        root = _directory(url)
-        prepare_directory(root, create=create)
-        store, index_url = LocalStore(root), f"sqlite:///{root}/{_INDEX_FILE}"
-        indexed, reserve = (root / _INDEX_FILE).exists(), Reserve(root / f"{_INDEX_FILE}-reserve")
-    # The marker comes first: another process that opens the directory now must know it for a repository.
-    repository_id = open_marker(store, url)
-    index = Index.open(index_url)
-    index.claim(repository_id)
-    if not indexed and next(store.list(ENTRIES), None) is not None:
-        # The index was lost or left behind; the store is the truth (I5).
-        reindex(store, index)
-    settle(store, index)
-    reserve.keep()
-    return LocalRepository(url, repository_id, store, index, reserve)
-
-
-def _directory(url: str) -> Path:
-    parts = urlsplit(url)
-    if parts.scheme != "file" or parts.netloc not in {"", "localhost"} or parts.query or parts.fragment:
-        raise MalformedUrl(f"{url!r} is not file:///absolute/path", url=url)
-    path = unquote(parts.path)
-    if not path.startswith("/") or "\0" in path or path.strip("/") == "":
-        raise MalformedUrl(f"{url!r} names no directory: file:///absolute/path", url=url)
-    return Path(path)
+    place = find_place(url, create=create, index_url=index_url)
+    with ExitStack() as stack:
+        stack.callback(place.store.close)
+        # The marker comes first: another process that opens the place now must know it for a repository.
+        repository_id = open_marker(place.store, url)
+        index = stack.enter_context(Index.open(place.index_url))
+        owner = Ownership(place.store, url, index.claim(repository_id)) if place.has_owner else None
+        indexed = place.indexed
+        if owner is None:
+            if take_over:
+                raise InvalidInput(f"{url} has its index inside: there is nothing to take over", url=url)
+        elif take_over:
+            owner.take_over()
+            indexed = True
+        else:
+            indexed = owner.claim()
+        repository = LocalRepository(url, repository_id, place.store, index, place.reserve, owner)
+        if not indexed and next(place.store.list(ENTRIES), None) is not None:
+            # The index was lost or left behind; the store is the truth (I5).
+            reindex(place.store, index)
+        if owner is not None and not take_over:
+            owner.rebuilt()
+        settle(place.store, index)
+        place.reserve.keep()
+        stack.pop_all()
+    return repository
 
 
 class LocalRepository(Repository):
@@ -106,12 +112,15 @@ class LocalRepository(Repository):
     Several processes may open one repository at once, reading and writing.
     """
 
-    def __init__(self, url: str, repository_id: str, store: Store, index: Index, reserve: Reserve) -> None:
+    def __init__(
+        self, url: str, repository_id: str, store: Store, index: Index, reserve: Reserve, owner: Ownership | None = None
+    ) -> None:
         self.url = url
         self._id = repository_id
         self._store = store
         self._index = index
         self._reserve = reserve
+        self._owner = owner
         self._holdings = Holdings(store, index)
         self._clock = Clock()
 
@@ -121,11 +130,17 @@ class LocalRepository(Repository):
     def begin_push(self, fingerprint: Fingerprint, namespace: str) -> LocalPush:
         # New bytes don't take the room that deletions need.
         self._reserve.keep()
-        return begin_push(self._store, self._index, fingerprint, namespace)
+        self._check_owner()
+        return begin_push(self._store, self._index, fingerprint, namespace, self._check_owner)
 
     def resume_push(self, push_id: str) -> LocalPush:
         """Take up a push that another process or request began."""
-        return LocalPush(self._store, self._index, push_id)
+        return LocalPush(self._store, self._index, push_id, self._check_owner)
+
+    def _check_owner(self) -> None:
+        """Raise `Conflict` if the store has become another index's since it was opened."""
+        if self._owner is not None:
+            self._owner.check()
 
     def artifact(self, ref: str, namespace: str) -> ArtifactInfo:
         return self._index.artifact(check_namespace(namespace), ref)
@@ -222,6 +237,7 @@ class LocalRepository(Repository):
 
     def delete(self, artifact_id: str, namespace: str) -> DeleteReport:
         artifact = self._index.artifact(check_namespace(namespace), artifact_id)
+        self._check_owner()
         tags = self._reserve.spent_on(lambda: withdraw(self._store, self._index, artifact))
         self._holdings.forget(namespace, artifact.id)
         chunks, freed = self._reserve.spent_on(lambda: remove_unneeded(self._store, self._index, artifact.id))
@@ -239,12 +255,16 @@ class LocalRepository(Repository):
         return self._index.divergences(check_namespace(namespace))
 
     def reindex(self) -> ReindexReport:
-        return reindex(self._store, self._index)
+        report = reindex(self._store, self._index)
+        if self._owner is not None:
+            self._owner.rebuilt()
+        return report
 
     def collect_garbage(self, *, grace_s: float = GRACE_S, dry_run: bool = False, sweep: bool = True) -> GarbageReport:
         """As the interface says; without ``sweep`` only what rows let go of is removed."""
         if not grace_s >= 0:
             raise InvalidInput(f"the grace is {grace_s} s; it must be 0 or more")
+        self._check_owner()
         return self._reserve.spent_on(
             lambda: collect_garbage(
                 self._store,
@@ -275,3 +295,4 @@ class LocalRepository(Repository):
 
     def close(self) -> None:
         self._index.close()
+        self._store.close()

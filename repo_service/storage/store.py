@@ -99,3 +99,7 @@ class Store(ABC):
 
         What is in the backend under no valid key is passed over.
         """
+
+    def close(self) -> None:
+        """Let go of connections, if there are any; the store can still be used."""
+        return

@@ -1,0 +1,257 @@
+"""A store in an S3 bucket: one PUT per object, conditional where it must be, and nothing kept between calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from typing_extensions import Buffer
+
+from repo_service.domain.errors import MalformedUrl, Unavailable
+from repo_service.storage.s3_answers import Missing, Refused, Transient
+from repo_service.storage.s3_client import SECONDS, Bucket
+from repo_service.storage.store import MAX_KEY_CHARACTERS, Store, check_key, is_key
+
+# What the caller hashes while the rest is on its way.
+_PIECE = 1024 * 1024
+
+_URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*?))?/?", re.ASCII)
+
+
+class S3Store(Store):
+    """Objects under ``prefix`` in a bucket, through s3fs; credentials and endpoint are those that botocore finds.
+
+    Every operation has a deadline. Within it, what may be tried again is tried again, a read from where it
+    broke off. An object is created by one conditional PUT; where its answer is lost, the bytes that
+    are there say what became of it.
+
+    Parameters
+    ----------
+    bucket, prefix
+        As `parse_s3_url` gives them.
+    seconds
+        Deadline of each operation.
+    """
+
+    def __init__(self, bucket: str, prefix: str = "", *, seconds: float = SECONDS) -> None:
+        self._bucket = Bucket(bucket, seconds)
+        self._root = f"{prefix}/" if prefix else ""
+
+    def get(self, key: str) -> bytes | None:
+        held = bytearray()
+
+        def room(size: int) -> memoryview:
+            nonlocal held
+            held = bytearray(size)
+            return memoryview(held)
+
+        path = self._path(key)
+        size = self._bucket.run(lambda _: self._read(path, room))
+        return None if size is None else bytes(held)
+
+    def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
+        path = self._path(key)
+        shown = 0
+
+        def show(end: int) -> None:
+            nonlocal shown
+            seen(out[shown:end])
+            shown = end
+
+        return self._bucket.run(lambda arrived: self._read(path, lambda size: out[:size], arrived), show)
+
+    def put(self, key: str, data: Buffer) -> None:
+        path, body = self._path(key), _as_bytes(data)
+        self._bucket.run(lambda _: self._bucket.until_done(f"write {self._named(path)}", lambda: self._put(path, body)))
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        path, body = self._path(key), _as_bytes(data)
+        return self._bucket.run(lambda _: self._create(path, body))
+
+    def delete(self, key: str, *, durable: bool = True) -> None:  # noqa: ARG002
+        path = self._path(key)
+
+        async def delete() -> None:
+            with suppress(Missing):
+                await self._bucket.call("delete_object", Key=path)
+
+        self._bucket.run(lambda _: self._bucket.until_done(f"delete {self._named(path)}", delete))
+
+    def exists(self, key: str) -> bool:
+        path = self._path(key)
+        return self._bucket.run(
+            lambda _: self._bucket.until_done(f"look for {self._named(path)}", lambda: self._is_there(path))
+        )
+
+    def age_s(self, key: str) -> float | None:
+        path = self._path(key)
+
+        async def age() -> float | None:
+            try:
+                answer = await self._bucket.call("head_object", Key=path)
+            except Missing:
+                return None
+            now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+            written: datetime = answer["LastModified"]
+            return max(0.0, (now - written).total_seconds())
+
+        return self._bucket.run(lambda _: self._bucket.until_done(f"look at {self._named(path)}", age))
+
+    def remove_leftovers(self, *, dry_run: bool = False) -> Iterator[str]:  # noqa: ARG002
+        # An interrupted PUT leaves nothing.
+        return iter(())
+
+    def list(self, prefix: str) -> Iterator[str]:
+        return self._below(f"{self._path(prefix)}/")
+
+    def is_empty(self) -> bool:
+        """True if nothing at all, be it an object of this store or not, lies under the prefix."""
+        return not self._page(self._root, MaxKeys=1).get("Contents")
+
+    def close(self) -> None:
+        self._bucket.close()
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}{check_key(key)}"
+
+    def _named(self, path: str) -> str:
+        return f"s3://{self._bucket.name}/{path}"
+
+    def _below(self, path: str) -> Iterator[str]:
+        more: dict[str, str] = {}
+        while True:
+            page = self._page(path, **more)
+            keys = (item["Key"].removeprefix(self._root) for item in page.get("Contents", ()))
+            yield from filter(is_key, keys)
+            if not page["IsTruncated"]:
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def _page(self, path: str, **arguments: Any) -> dict[str, Any]:
+        def call() -> Coroutine[Any, Any, Any]:
+            return self._bucket.call("list_objects_v2", Prefix=path, **arguments)
+
+        page: dict[str, Any] = self._bucket.run(lambda _: self._bucket.until_done(f"list {self._named(path)}", call))
+        return page
+
+    # Coroutines, all of which run in fsspec's loop.
+
+    async def _read(
+        self, path: str, room: Callable[[int], memoryview], arrived: Callable[[int], object] | None = None
+    ) -> int | None:
+        """Read an object into the memory that ``room`` gives for its size, saying up to where it has arrived."""
+        etag, size, position, told = "", 0, 0, 0
+        out: memoryview | None = None
+
+        async def attempt() -> int | None:
+            nonlocal etag, size, position, told, out
+            rest = {} if out is None else {"Range": f"bytes={position}-{len(out) - 1}", "IfMatch": etag}
+            try:
+                answer = await self._bucket.call("get_object", Key=path, **rest)
+            except Missing:
+                if not told:
+                    return None
+                raise Unavailable(f"{self._named(path)} was removed while it was read", key=path) from None
+            except Refused as refused:
+                if not rest or refused.status != 412:
+                    raise
+                if told:
+                    raise Unavailable(f"{self._named(path)} was replaced while it was read: read it again") from None
+                out = None
+                raise Transient("it was replaced while it was read") from None
+            async with answer["Body"] as body:
+                if out is None:
+                    etag, size, position = answer["ETag"], answer["ContentLength"], 0
+                    out = room(size)
+                elif not str(answer.get("ContentRange")).startswith(f"bytes {position}-"):
+                    raise Transient("the server did not go on where it was asked to")
+                while position < len(out):
+                    count = await body.readinto(out[position:])
+                    if not count:
+                        raise Transient("the answer ended early")
+                    position += count
+                    if arrived is not None and (position - told >= _PIECE or position == len(out)):
+                        arrived(position)
+                        told = position
+            return size
+
+        return await self._bucket.until_done(f"read {self._named(path)}", attempt, each=False)
+
+    async def _put(self, path: str, body: bytes, **condition: str) -> None:
+        await self._bucket.call("put_object", Key=path, Body=body, **condition)
+
+    async def _create(self, path: str, body: bytes) -> bool:
+        in_doubt = False
+
+        async def attempt() -> bool:
+            nonlocal in_doubt
+            # Until S3 has answered, this try may have done it.
+            before, in_doubt = in_doubt, True
+            try:
+                await self._put(path, body, IfNoneMatch="*")
+                return True
+            except Refused as refused:
+                if refused.status != 412:
+                    raise
+            if not before:
+                in_doubt = False
+                if await self._is_there(path):
+                    return False
+            elif (found := await self._bytes(path)) is not None:
+                return found == body
+            raise Transient("it was removed while it was written")
+
+        return await self._bucket.until_done(f"create {self._named(path)}", attempt)
+
+    async def _is_there(self, path: str) -> bool:
+        # HEAD would not tell a missing object from a missing bucket.
+        try:
+            answer = await self._bucket.call("get_object", Key=path, Range="bytes=0-0")
+        except Missing:
+            return False
+        except Refused as refused:
+            if refused.status == 416:
+                return True
+            raise
+        async with answer["Body"] as body:
+            await body.read()
+        return True
+
+    async def _bytes(self, path: str) -> bytes | None:
+        try:
+            answer = await self._bucket.call("get_object", Key=path)
+        except Missing:
+            return None
+        async with answer["Body"] as body:
+            data: bytes = await body.read()
+        return data
+
+
+def parse_s3_url(url: str) -> tuple[str, str]:
+    """Bucket and prefix of ``s3://bucket[/prefix]``; the prefix is empty or a storage key.
+
+    Raises
+    ------
+    MalformedUrl
+    """
+    match = _URL.fullmatch(url)
+    if match is None or "/" in match[1]:
+        raise MalformedUrl(
+            f"{url[:200]!r} is not s3://bucket/prefix: a bucket is 3 to 63 small letters, digits, '-' and '.'; "
+            f"credentials and endpoint are read from AWS_ variables",
+            url=url[:200],
+        )
+    bucket, prefix = match[1], match[2] or ""
+    if prefix and not (is_key(prefix) and len(prefix) <= MAX_KEY_CHARACTERS):
+        raise MalformedUrl(
+            f"{url[:200]!r}: a prefix is parts of letters, digits, '.', '_' and '-', joined by '/'", url=url[:200]
+        )
+    return bucket, prefix
+
+
+def _as_bytes(data: Buffer) -> bytes:
+    return data if isinstance(data, bytes) else bytes(memoryview(data))

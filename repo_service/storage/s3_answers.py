@@ -1,0 +1,101 @@
+"""What S3 answers, or fails to answer: what may pass, and what to tell whoever waits."""
+
+from __future__ import annotations
+
+import aiohttp
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    SSLError,
+)
+from botocore.parsers import ResponseParserError
+
+from repo_service.domain.errors import KvgraftError, StorageFull, Unavailable
+
+_PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
+_PASSING_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "SlowDown"}
+_FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceeded"}
+_SETUP = (NoCredentialsError, PartialCredentialsError, ProfileNotFound, SSLError)
+
+
+class Transient(Exception):
+    """Something that may be otherwise at the next try."""
+
+
+class Missing(Exception):
+    """No such object; the bucket is there."""
+
+
+class Refused(Exception):
+    """An answer of S3 that says no.
+
+    Parameters
+    ----------
+    status
+        Of HTTP; codes of errors are not the same with all servers.
+    code, message
+        As the answer gives them.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"S3 answered {status} {code}: {message[:300]}")
+        self.status = status
+        self.code = code
+
+    @property
+    def is_missing(self) -> bool:
+        """True if the object is not there, though the bucket is."""
+        return self.status == 404 and self.code in {"NoSuchKey", "404"}
+
+    @property
+    def may_pass(self) -> bool:
+        return (self.status in _PASSING or self.code in _PASSING_CODES) and self.code not in _FULL_CODES
+
+
+def refusal(error: ClientError) -> Refused:
+    answer = error.response
+    said = answer.get("Error", {})
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return Refused(int(status), str(said.get("Code", "")), str(said.get("Message", "")))
+
+
+def transient(error: Exception, what: str) -> str:
+    """What went wrong, in words, if another try may help; any other error is raised again.
+
+    Raises
+    ------
+    Unavailable
+        If the setup is at fault.
+    """
+    if isinstance(error, _SETUP):
+        raise Unavailable(
+            f"could not {what}: {error}. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, and "
+            f"AWS_ENDPOINT_URL unless it is AWS; AWS_CA_BUNDLE names certificates to trust"
+        ) from error
+    if isinstance(error, (Transient, BotoCoreError, aiohttp.ClientError, OSError, ResponseParserError)):
+        return f"{type(error).__name__}: {error}"[:300]
+    raise error
+
+
+def advice(refused: Refused, what: str, bucket: str) -> KvgraftError:
+    """The error for an answer that will not change by itself."""
+    said = f"could not {what}: {refused}"
+    if refused.status == 507 or refused.code in _FULL_CODES:
+        return StorageFull(f"{said}. Free some space or raise the quota of the bucket {bucket}", bucket=bucket)
+    if refused.code == "NoSuchBucket":
+        hint = f"Make the bucket {bucket} first, or mend the URL or AWS_ENDPOINT_URL"
+    elif refused.status in {401, 403}:
+        hint = (
+            f"Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the clock, and that they may get, put, delete and list "
+            f"objects of the bucket {bucket}"
+        )
+    elif refused.status in {301, 307, 400}:
+        hint = "Check AWS_REGION and AWS_ENDPOINT_URL: the bucket may be elsewhere"
+    elif refused.status in {405, 501}:
+        hint = "This server lacks what a repository needs: conditional PUT (If-None-Match) among others"
+    else:
+        hint = "Check AWS_ENDPOINT_URL and the server"
+    return Unavailable(f"{said}. {hint}", bucket=bucket)
