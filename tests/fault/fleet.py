@@ -1,0 +1,144 @@
+"""Replicas of one repository in S3 and PostgreSQL, killed while clients work."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from fleet import Replica, balancer, team
+from pushing import Artifact, push
+from servers import s3_server
+from synthetic import artifact
+
+from repo_service.client import open_repository
+from repo_service.domain.errors import KvgraftError
+from repo_service.domain.repository import Repository
+from tests.fault.suite import Fault
+
+
+def replicas(directory: Path, seed: int, *, clients: int, count: int, seconds: int, every_ms: int) -> dict[str, Any]:
+    """Each client pushes, tags, matches and reads through a balancer, while every so often one replica is killed."""
+    with ExitStack() as stack:
+        s3 = stack.enter_context(s3_server())
+        stack.enter_context(mock.patch.dict(os.environ, s3.environment))
+        served = stack.enter_context(team(directory, s3, count, gc_seconds=3, gc_grace_seconds=5))
+        url = stack.enter_context(balancer([("127.0.0.1", replica.port) for replica in served.replicas]))
+        end = time.monotonic() + seconds
+        with _killing(served.replicas, every_ms / 1000) as kills, ThreadPoolExecutor(clients) as threads:
+            done = list(threads.map(lambda number: _Client(url, number, seed).work(end), range(clients)))
+        tracebacks = [line for replica in served.replicas for line in replica.failures()]
+        environment = served.environment
+        with open_repository(environment["KVGRAFT_REPO"], index=environment["KVGRAFT_INDEX"]) as repository:
+            acknowledged = [one for client in done for one in client.acknowledged]
+            lost = [one for one in acknowledged if not _is_whole(repository, one)]
+    wrong = [line for client in done for line in client.wrong]
+    figures = {
+        "clients": clients,
+        "replicas": count,
+        "seconds": seconds,
+        "kills": len(kills),
+        "operations": sum(client.operations for client in done),
+        "longest_s": round(max(client.longest for client in done), 1),
+        "failed": len(wrong),
+        "acknowledged": len(acknowledged),
+        "lost": len(lost),
+    }
+    assert not wrong, f"{figures}: {wrong[:5]}"
+    assert not lost, f"{figures}: {lost[:5]}"
+    assert not tracebacks, tracebacks
+    assert kills, figures
+    assert acknowledged, figures
+    return figures
+
+
+class _Client:
+    def __init__(self, url: str, number: int, seed: int) -> None:
+        self._url = url
+        self._tag = f"client-{number}"
+        self._rng = random.Random(seed + number)
+        self.acknowledged: list[str] = []
+        self.wrong: list[str] = []
+        self.operations = 0
+        self.longest = 0.0
+
+    def work(self, end: float) -> _Client:
+        with open_repository(self._url) as repository:
+            while time.monotonic() < end:
+                made = artifact(self._rng.choices(range(1000), k=self._rng.randrange(1, 60)))
+                for step in (self._push, self._set_tag, self._match, self._read):
+                    began = time.monotonic()
+                    try:
+                        step(repository, made)
+                    except (KvgraftError, AssertionError) as error:
+                        self.wrong.append(f"{step.__name__}: {type(error).__name__} {error}")
+                        break
+                    self.operations += 1
+                    self.longest = max(self.longest, time.monotonic() - began)
+        return self
+
+    def _push(self, repository: Repository, made: Artifact) -> None:
+        self.acknowledged.append(push(repository, made)[0].id)
+
+    def _set_tag(self, repository: Repository, made: Artifact) -> None:
+        assert repository.set_tag("default", self._tag, made[0].id).artifact_id == made[0].id
+
+    def _match(self, repository: Repository, made: Artifact) -> None:
+        found = repository.match("default", [record.key for record in made[1]])
+        assert found is not None
+        assert found.blocks == len(made[1])
+
+    def _read(self, repository: Repository, _: Artifact) -> None:
+        report = repository.check(self._rng.choice(self.acknowledged), "default")
+        assert report.ok, report
+
+
+@contextmanager
+def _killing(replicas: list[Replica], every_s: float) -> Iterator[list[int]]:
+    """Kill one after the other, as long as another is up, and start it again; gives the process ids so far."""
+    killed: list[int] = []
+    stop = threading.Event()
+    with ThreadPoolExecutor(len(replicas)) as starting:
+
+        def kill() -> None:
+            while not stop.wait(every_s):
+                up = [replica for replica in replicas if replica.process is not None]
+                if len(up) > 1:
+                    victim = up[len(killed) % len(up)]
+                    assert victim.process is not None
+                    killed.append(victim.process.pid)
+                    victim.kill()
+                    starting.submit(victim.start)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            yield killed
+        finally:
+            stop.set()
+            killer.join()
+
+
+def _is_whole(repository: Repository, artifact_id: str) -> bool:
+    try:
+        return repository.check(artifact_id, "default").ok
+    except KvgraftError:
+        return False
+
+
+FAULTS = [
+    Fault(
+        "replicas",
+        "one of the replicas on S3 and PostgreSQL killed every 2 s under 8 clients: all succeed by retry, nothing is lost",
+        replicas,
+        short={"clients": 3, "count": 2, "seconds": 10, "every_ms": 2000},
+        full={"clients": 8, "count": 3, "seconds": 120, "every_ms": 2000},
+    ),
+]
