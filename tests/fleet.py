@@ -28,15 +28,12 @@ class Replica:
     ----------
     environment
         Where the repository and its index are, as variables.
-    command
-        What comes before the interpreter, to run it elsewhere.
     """
 
     port: int
     environment: dict[str, str]
     log: Path
     host: str = "127.0.0.1"
-    command: Sequence[str] = ()
     process: subprocess.Popen[str] | None = None
 
     @property
@@ -45,7 +42,7 @@ class Replica:
 
     def start(self) -> None:
         """Returns when connections are accepted."""
-        command = [*self.command, sys.executable, "-m", "repo_service.cli", "serve", "--json"]
+        command = [sys.executable, "-m", "repo_service.cli", "serve", "--json"]
         command += ["--host", self.host, "--port", str(self.port)]
         environment = {**os.environ, "PYTHONPATH": str(PROJECT), **self.environment}
         with self.log.open("ab") as log:
@@ -81,15 +78,19 @@ class Team:
 
 
 @contextmanager
-def team(directory: Path, s3: S3Server, count: int = 2, **settings: object) -> Iterator[Team]:
-    """Replicas of one repository, on the loopback interface."""
+def team(
+    directory: Path, s3: S3Server, count: int = 2, *, host: str = "127.0.0.1", **settings: object
+) -> Iterator[Team]:
+    """Replicas of one repository, at ports of one address."""
     environment = {
         **s3.environment,
         "KVGRAFT_REPO": f"s3://{s3.bucket}/{s3.prefix()}",
         "KVGRAFT_INDEX": postgres.empty_index(),
         **{f"KVGRAFT_{name.upper()}": str(value) for name, value in settings.items()},
     }
-    replicas = [Replica(port, environment, directory / f"replica-{n}.log") for n, port in enumerate(free_ports(count))]
+    replicas = [
+        Replica(port, environment, directory / f"replica-{n}.log", host) for n, port in enumerate(free_ports(count))
+    ]
     try:
         for replica in replicas:
             replica.start()

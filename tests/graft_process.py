@@ -25,13 +25,27 @@ def run_process(
     env: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run this file in a process of its own, with ``env`` added to the environment."""
-    command = [sys.executable, __file__, url, model, dtype, attention, str(threads), action, json.dumps(tokens)]
+    command = command_of(url, model, action, tokens, dtype=dtype, attention=attention, threads=threads)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
     environment.pop("OMP_NUM_THREADS", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
+
+
+def command_of(
+    url: str,
+    model: str,
+    action: str,
+    tokens: list[int],
+    *,
+    dtype: str = "float32",
+    attention: str = "sdpa",
+    threads: int = 1,
+) -> list[str]:
+    """What runs this file."""
+    return [sys.executable, __file__, url, model, dtype, attention, str(threads), action, json.dumps(tokens)]
 
 
 def main() -> None:

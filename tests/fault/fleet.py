@@ -1,9 +1,13 @@
-"""Replicas of one repository in S3 and PostgreSQL, killed while clients work."""
+"""A team's repository in S3 and PostgreSQL: replicas that are killed, and machines whose links are cut."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +17,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+import torch
+from families import build
 from fleet import Replica, balancer, team
 from pushing import Artifact, push
 from servers import s3_server
 from synthetic import artifact
 
+from engine_adapter.demo_models import resolve
 from repo_service.client import open_repository
 from repo_service.domain.errors import KvgraftError
 from repo_service.domain.repository import Repository
@@ -133,6 +141,50 @@ def _is_whole(repository: Repository, artifact_id: str) -> bool:
         return False
 
 
+def three_machines(directory: Path, seed: int, *, tokens: int, cuts: int, kbit: int, real: int) -> dict[str, Any]:
+    """A deposits, B grafts, C queries; all pull the artifact, through two replicas, while links are cut."""
+    if why := _no_network():
+        pytest.skip(f"three-machines: a network of its own can't be made here: {why}")
+    if real:
+        model = str(resolve("smollm2"))
+    else:
+        model = str(directory / "model")
+        build("llama", torch.float32, "sdpa").save_pretrained(model)
+    script = Path(__file__).parent.parent / "three_machines.py"
+    arguments = [str(value) for value in (directory, model, tokens, cuts, kbit, seed)]
+    done = subprocess.run(
+        ["unshare", "--net", sys.executable, script, *arguments], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["queried"] == [seen["artifact"]], seen
+    assert seen["logits"][0] == seen["logits"][1], seen
+    assert seen["grafted"] > 0, seen
+    assert sorted(seen["trees"]) == ["A", "B", "C"], seen
+    assert len({digest for digests in seen["trees"].values() for digest in digests}) == 1, seen
+    assert seen["cuts"] >= cuts, seen
+    assert not seen["tracebacks"], seen
+    pulls = sum(len(digests) for digests in seen["trees"].values())
+    return {
+        "cuts": seen["cuts"],
+        "pulls": pulls,
+        "mib": seen["mib"],
+        "grafted_tokens": seen["grafted"],
+        "logits_equal": 1,
+    }
+
+
+def _no_network() -> str | None:
+    """Why no network can be made here; None if one can."""
+    for command in ("ip", "tc", "unshare"):
+        if shutil.which(command) is None:
+            return f"{command} is missing (Debian: iproute2, util-linux)"
+    made = subprocess.run(
+        ["unshare", "--net", "ip", "link", "add", "try", "type", "bridge"], check=False, capture_output=True, text=True
+    )
+    return (made.stderr.strip() or "not permitted") if made.returncode else None
+
+
 FAULTS = [
     Fault(
         "replicas",
@@ -140,5 +192,12 @@ FAULTS = [
         replicas,
         short={"clients": 3, "count": 2, "seconds": 10, "every_ms": 2000},
         full={"clients": 8, "count": 3, "seconds": 120, "every_ms": 2000},
+    ),
+    Fault(
+        "three-machines",
+        "A deposits, B grafts, C queries over links that are cut 20 times: equal bytes on all three, equal logits",
+        three_machines,
+        short={"tokens": 300, "cuts": 5, "kbit": 2000, "real": 0},
+        full={"tokens": 600, "cuts": 20, "kbit": 40_000, "real": 1},
     ),
 ]

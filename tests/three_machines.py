@@ -1,0 +1,159 @@
+"""Nodes A, B and C and the service on a network of their own, whose links are cut while they work.
+
+Run it in a network namespace of its own: ``unshare --net python three_machines.py DIRECTORY MODEL TOKENS CUTS KBIT SEED``.
+A deposits, B grafts, C queries, each as processes on its own address, through two replicas of the
+service. Prints what was seen as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fleet import PROJECT, as_json, team
+from graft_process import command_of
+from servers import s3_server
+
+HUB = "10.77.0.1"
+
+
+class Node:
+    """A machine: a namespace with one link to the service's, slow enough for transfers to be cut."""
+
+    def __init__(self, letter: str, number: int, kbit: int) -> None:
+        self.letter = letter
+        self.namespace = f"kvgraft-{os.getpid()}-{letter.lower()}"
+        self._link = f"to-{letter.lower()}"
+        _ip("netns", "add", self.namespace)
+        _ip("link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
+        _ip("link", "set", self._link, "master", "hub", "up")
+        _ip("-n", self.namespace, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", self.namespace, "link", "set", device, "up")
+        shaped = ("root", "tbf", "rate", f"{kbit}kbit", "burst", "32kb", "latency", "100ms")
+        _run("tc", "qdisc", "add", "dev", self._link, *shaped)
+        _run("ip", "netns", "exec", self.namespace, "tc", "qdisc", "add", "dev", "eth0", *shaped)
+
+    def run(self, *command: str) -> Any:
+        """The JSON that a command says on this node."""
+        environment = {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1"}
+        # A node knows the service only.
+        for name in [name for name in environment if name.startswith(("AWS_", "KVGRAFT_"))]:
+            del environment[name]
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.namespace, *command],
+            env=environment, check=False, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{self.letter}: {command}: {done.stderr[-2000:]}"
+        return as_json(done.stdout)
+
+    def cut(self, seconds: float) -> None:
+        _ip("link", "set", self._link, "down")
+        time.sleep(seconds)
+        _ip("link", "set", self._link, "up")
+
+    def remove(self) -> None:
+        _ip("netns", "del", self.namespace)
+
+
+@contextmanager
+def cutting(nodes: list[Node], rng: random.Random) -> Iterator[list[str]]:
+    """Cut links at random until the block ends; gives the letters of the nodes that were cut off so far."""
+    cuts: list[str] = []
+    stop = threading.Event()
+
+    def cut() -> None:
+        while not stop.wait(rng.uniform(0.2, 2.0)):
+            node = rng.choice(nodes)
+            node.cut(rng.uniform(0.1, 1.0))
+            cuts.append(node.letter)
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        yield cuts
+    finally:
+        stop.set()
+        thread.join()
+
+
+def main() -> None:
+    directory, model, count, cuts_wanted, kbit, seed = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+    rng = random.Random(seed)
+    _ip("link", "set", "lo", "up")
+    _ip("link", "add", "hub", "type", "bridge")
+    _ip("addr", "add", f"{HUB}/24", "dev", "hub")
+    _ip("link", "set", "hub", "up")
+    with ExitStack() as stack:
+        nodes = []
+        for number, letter in enumerate("ABC", start=11):
+            nodes.append(Node(letter, number, kbit))
+            stack.callback(nodes[-1].remove)
+        a, b, c = nodes
+        s3 = stack.enter_context(s3_server())
+        served = stack.enter_context(team(directory, s3, 2, host=HUB, insecure_any_host=True))
+        urls = [replica.url for replica in served.replicas]
+        with cutting(nodes, rng) as cuts:
+            tokens = [rng.randrange(count) for _ in range(count)]
+            deposited = a.run(*command_of(urls[0], model, "deposit", tokens))
+            artifact = deposited["artifact"]
+            grafted = b.run(*command_of(urls[1], model, "graft", tokens))
+            found = c.run(*_kvgraft("query", "--tag", "stored", "--json", "--repo", urls[0]))
+            trees: dict[str, list[str]] = {}
+            pulls = 0
+            while pulls < len(nodes) or len(cuts) < cuts_wanted:
+                node = nodes[pulls % len(nodes)]
+                place = directory / f"pulled-{pulls}"
+                node.run(*_kvgraft("pull", artifact, "--from", urls[pulls % 2], "--to", f"file://{place}", "--json"))
+                trees.setdefault(node.letter, []).append(_digest(place))
+                pulls += 1
+        seen = {
+            "artifact": artifact,
+            "queried": [item["id"] for item in found["items"]],
+            "logits": [deposited["sha256"], grafted["sha256"]],
+            "grafted": grafted["grafted"],
+            "trees": trees,
+            "mib": round(sum(path.stat().st_size for path in (directory / "pulled-0/chunks").rglob("*")) / 2**20, 2),
+            "cuts": len(cuts),
+            "tracebacks": [line for replica in served.replicas for line in replica.failures()],
+        }
+    print(json.dumps(seen))
+
+
+def _kvgraft(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "repo_service.cli", *arguments]
+
+
+def _digest(place: Path) -> str:
+    """SHA-256 of everything that belongs to artifacts in a repository, by name and bytes."""
+    hasher = hashlib.sha256()
+    for kind in ("artifacts", "blocks", "chunks"):
+        for path in sorted((place / kind).rglob("*")):
+            if path.is_file():
+                data = path.read_bytes()
+                hasher.update(f"{path.relative_to(place)} {len(data)} ".encode() + data)
+    return hasher.hexdigest()
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()
