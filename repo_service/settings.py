@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -18,7 +18,10 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVGRAFT_", frozen=True, extra="forbid")
 
     repo: str = Field("", description="URL of the repository to serve: file:///absolute/path or memory:.")
-    host: str = Field("127.0.0.1", description="Address to listen on; without tokens it must be a loopback address.")
+    auth: Literal["none", "tokens"] = Field(
+        "none", description="Whom to serve: none asks nobody and is for loopback, tokens asks for a token."
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on; with auth none it must be a loopback address.")
     port: int = Field(8750, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     insecure_any_host: bool = Field(
         False, description="Serve addresses other than loopback, and any Host header, although nobody is authenticated."

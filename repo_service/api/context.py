@@ -7,8 +7,8 @@ from typing import Annotated
 from anyio import CapacityLimiter
 from fastapi import Depends, Path, Request
 
+from repo_service.api.access import namespace_in
 from repo_service.api.gates import ChunkBuffers, Gate
-from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.services.repository import LocalRepository
 from repo_service.services.zarr_view import ZarrView
 from repo_service.settings import Settings
@@ -67,7 +67,7 @@ def context_of(request: Request) -> Context:
 
 def namespace_of(request: Request) -> str:
     """The namespace in the path, or the default one; the repository checks its grammar."""
-    return str(request.path_params.get("namespace", DEFAULT_NAMESPACE))
+    return namespace_in(request.scope)
 
 
 async def _context(request: Request) -> Context:

@@ -33,6 +33,7 @@ STATUS: Mapping[str, int] = {
     "tag_not_found": 404,
     "push_not_found": 404,
     "chunk_not_found": 404,
+    "token_not_found": 404,
     "conflict": 409,
     "block_divergence": 409,
     "chunks_missing": 409,
@@ -46,8 +47,10 @@ STATUS: Mapping[str, int] = {
     "storage_full": 507,
     "quota_exceeded": 507,
     "unavailable": 503,
+    "rate_limited": 429,
     "service_error": 502,
     "access_denied": 403,
+    "unauthenticated": 401,
     "port_in_use": 500,
     "inexact": 409,
     "fingerprint_mismatch": 409,
@@ -67,7 +70,11 @@ HTTP_CODES: Mapping[int, str] = {
     416: "range_not_satisfiable",
 }
 
-_RETRY_AFTER = {"Retry-After": "1"}
+_HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
 
 _MAX_PROBLEMS = 20
 
@@ -118,7 +125,7 @@ def error_answer(error: KvgraftError, status: int) -> JSONResponse:
     """An error's JSON under a status of its own."""
     if status >= 500:
         _log.log(logging.INFO if status == 503 else logging.ERROR, "%s: %s", error.code, error.message)
-    return JSONResponse({"error": error.to_json()}, status, _RETRY_AFTER if status == 503 else None)
+    return JSONResponse({"error": error.to_json()}, status, _HEADERS.get(status))
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:

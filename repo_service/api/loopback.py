@@ -25,10 +25,10 @@ def check_host(settings: Settings) -> None:
     ------
     InvalidInput
     """
-    if not settings.insecure_any_host and not _is_loopback(settings.host):
+    if settings.auth == "none" and not settings.insecure_any_host and not _is_loopback(settings.host):
         raise InvalidInput(
-            f"{settings.host!r} is not a loopback address, and no tokens are configured, so anyone who reaches it could "
-            "read, push and delete: use 127.0.0.1, or set KVGRAFT_INSECURE_ANY_HOST=true",
+            f"{settings.host!r} is not a loopback address, and no tokens are asked for, so anyone who reaches it could "
+            "read, push and delete: use --auth tokens (KVGRAFT_AUTH) with tokens from kvgraft token create, or 127.0.0.1",
             host=settings.host,
         )
 

@@ -16,7 +16,7 @@ from repo_service.api.connection import connection_class
 from repo_service.api.jobs import audited, running
 from repo_service.api.loopback import check_host
 from repo_service.domain.errors import InvalidInput, PortInUse
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.repository import MEMORY_URL, LocalRepository, open_local
 from repo_service.settings import Settings
 
 
@@ -43,6 +43,8 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
     check_host(settings)
     if not settings.repo:
         raise InvalidInput("no repository to serve: give its URL (KVGRAFT_REPO), file:///absolute/path or memory:")
+    if settings.auth == "tokens" and settings.repo == MEMORY_URL:
+        raise InvalidInput("a repository in memory has no tokens to ask for, and none can be made: serve a directory")
     with (
         ExitStack() as stack,
         audited(settings),
@@ -52,9 +54,16 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
     ):
         server = make_server(repository, settings)
         stack.enter_context(_ended_by_signal(server))
-        guard = "ANYONE who reaches it may read, push and delete" if settings.insecure_any_host else "loopback only"
-        announce(address(listener), f"{guard}: no tokens are configured")
+        announce(address(listener), _guard(settings))
         server.run(sockets=[listener])
+
+
+def _guard(settings: Settings) -> str:
+    if settings.auth == "tokens":
+        return "every request needs a token"
+    if settings.insecure_any_host:
+        return "ANYONE who reaches it may read, push and delete: no tokens are asked for"
+    return "loopback only: no tokens are asked for"
 
 
 def listen(settings: Settings) -> socket.socket:

@@ -6,16 +6,18 @@ from functools import partial
 from typing import Literal
 
 from anyio import to_thread
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from repo_service.api.access import GuardedRoute, Over, access_of, needs, needs_nothing
 from repo_service.api.context import ContextOf
 from repo_service.api.errors import error_answers
+from repo_service.domain.access import Scope
 from repo_service.domain.errors import Unavailable
 from repo_service.domain.views import GarbageReport, ReindexReport, RepositoryInfo, ScrubReport
 from repo_service.services.garbage import GRACE_S
 
-router = APIRouter(tags=["service"])
+router = APIRouter(route_class=GuardedRoute, tags=["service"])
 
 
 class Health(BaseModel):
@@ -25,12 +27,14 @@ class Health(BaseModel):
 
 
 @router.get("/healthz")
+@needs_nothing
 async def healthz() -> Health:
     """Alive; says nothing about the repository."""
     return Health()
 
 
 @router.get("/readyz", responses=error_answers(Unavailable))
+@needs_nothing
 def readyz(context: ContextOf) -> Health:
     """Able to work: reads one object of the store and one row of the index."""
     context.repository.probe()
@@ -38,6 +42,7 @@ def readyz(context: ContextOf) -> Health:
 
 
 @router.get("/v1/info")
+@needs(Scope.READ, Over.ANY)
 def get_info(context: ContextOf) -> RepositoryInfo:
     """What is at this address."""
     return context.repository.info()
@@ -53,6 +58,7 @@ class Collection(BaseModel):
 
 
 @router.post("/v1/gc")
+@needs(Scope.ADMIN, Over.ALL)
 async def collect_garbage(context: ContextOf, how: Collection) -> GarbageReport:
     """Remove what no artifact and no push needs; the answer comes when that is done."""
     collect = partial(context.repository.collect_garbage, grace_s=how.grace_ms / 1000, dry_run=how.dry_run)
@@ -60,9 +66,10 @@ async def collect_garbage(context: ContextOf, how: Collection) -> GarbageReport:
 
 
 @router.get("/v1/namespaces")
-def get_namespaces(context: ContextOf) -> list[str]:
-    """The namespaces that hold an artifact, a tag or a divergence, by name."""
-    return context.repository.namespaces()
+@needs(Scope.READ, Over.ANY)
+def get_namespaces(request: Request, context: ContextOf) -> list[str]:
+    """The namespaces that hold an artifact, a tag or a divergence, by name; only those that the token is valid in."""
+    return list(filter(access_of(request).reaches, context.repository.namespaces()))
 
 
 class Survey(BaseModel):
@@ -72,6 +79,7 @@ class Survey(BaseModel):
 
 
 @router.post("/v1/scrub")
+@needs(Scope.ADMIN, Over.ALL)
 async def scrub(context: ContextOf, how: Survey) -> ScrubReport:
     """Read and verify everything that is stored; the answer comes when that is done."""
     survey = partial(context.repository.scrub, bytes_per_s=how.bytes_per_s)
@@ -79,6 +87,7 @@ async def scrub(context: ContextOf, how: Survey) -> ScrubReport:
 
 
 @router.post("/v1/reindex")
+@needs(Scope.ADMIN, Over.ALL)
 async def reindex(context: ContextOf) -> ReindexReport:
     """Rebuild the SQL index from the store; the answer comes when that is done."""
     return await to_thread.run_sync(context.repository.reindex, limiter=context.survey_threads)

@@ -52,6 +52,15 @@ def serve(
             show_default="KVGRAFT_PORT, or 8750",
         ),
     ] = None,
+    auth: Annotated[
+        str | None,
+        typer.Option(
+            "--auth",
+            metavar="MODE",
+            help="none: loopback only; tokens: any address, and every request needs a token.",
+            show_default="KVGRAFT_AUTH, or none",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Serve a repository over HTTP until Ctrl-C or SIGTERM.
@@ -61,7 +70,7 @@ def serve(
     from repo_service.api import serve as serve_repository
     from repo_service.settings import load_settings
 
-    given: dict[str, Any] = {"repo": repo and expanded(repo), "host": host, "port": port}
+    given: dict[str, Any] = {"repo": repo and expanded(repo), "host": host, "port": port, "auth": auth}
     settings = load_settings(**{name: value for name, value in given.items() if value is not None})
     if not settings.repo:
         settings = settings.model_copy(update={"repo": expanded(DEFAULT_REPO)})

@@ -129,10 +129,13 @@ def collect_garbage(
     )
 
 
-def remove_unneeded(store: Store, index: Index, artifact_id: str) -> tuple[int, int]:
-    """Free what nothing refers to now that an artifact is unpublished; returns the number of chunks and their bytes."""
+def remove_unneeded(store: Store, index: Index, artifact_id: str, namespace: str) -> tuple[int, int]:
+    """Free what nothing refers to now that an artifact is unpublished.
+
+    Returns the number of chunks that the namespace gave up, and their bytes.
+    """
     removed = _Tally(dry_run=False)
-    freed = removed.reclaim(store, index)
+    freed = removed.reclaim(store, index, namespace)
     removed.sweep(store, index, Objects(manifests=[artifact_id]))
     return freed
 
@@ -170,11 +173,11 @@ class _Tally:
                 store.delete(key, durable=False)
             self.note(kind, name, reason, namespace)
 
-    def reclaim(self, store: Store, index: Index) -> tuple[int, int]:
-        """Remove the chunks and block records that nothing refers to; returns the number of chunks and their bytes."""
+    def reclaim(self, store: Store, index: Index, namespace: str | None = None) -> tuple[int, int]:
+        """Remove the chunks and block records that nothing refers to; returns what `Index.reclaim` does."""
         # An entry that a crash left without rows still needs what it names.
         settle(store, index)
-        return index.reclaim(lambda records, chunks: self.remove(store, Objects(chunks, records), _UNNEEDED))
+        return index.reclaim(lambda records, chunks: self.remove(store, Objects(chunks, records), _UNNEEDED), namespace)
 
     def sweep(self, store: Store, index: Index, objects: Objects) -> None:
         """Remove those of the objects that no row knows."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope, check_token_id
 from repo_service.domain.canonical import check_canonical
 from repo_service.domain.digest import BLAKE3
 from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError, MalformedUrl
@@ -35,6 +36,7 @@ from repo_service.domain.views import (
     TagInfo,
 )
 from repo_service.index import Index
+from repo_service.services.access import Recognition, create_token
 from repo_service.services.documents import ENTRIES, seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
 from repo_service.services.marker import open_marker, prepare_directory
@@ -104,6 +106,11 @@ class LocalRepository(Repository):
     """A store and its index.
 
     Several processes may open one repository at once, reading and writing.
+
+    Attributes
+    ----------
+    recognition
+        Tells who the access tokens of requests belong to.
     """
 
     def __init__(self, url: str, repository_id: str, store: Store, index: Index, reserve: Reserve) -> None:
@@ -114,6 +121,7 @@ class LocalRepository(Repository):
         self._reserve = reserve
         self._holdings = Holdings(store, index)
         self._clock = Clock()
+        self.recognition = Recognition(index)
 
     def info(self) -> RepositoryInfo:
         return RepositoryInfo(repository_id=self._id, format_version=FORMAT_VERSION, server_version=__version__)
@@ -123,9 +131,9 @@ class LocalRepository(Repository):
         self._reserve.keep()
         return begin_push(self._store, self._index, fingerprint, namespace)
 
-    def resume_push(self, push_id: str) -> LocalPush:
-        """Take up a push that another process or request began."""
-        return LocalPush(self._store, self._index, push_id)
+    def resume_push(self, push_id: str, namespace: str) -> LocalPush:
+        """Take up a push that another process or request began in the namespace."""
+        return LocalPush(self._store, self._index, push_id, namespace)
 
     def artifact(self, ref: str, namespace: str) -> ArtifactInfo:
         return self._index.artifact(check_namespace(namespace), ref)
@@ -224,7 +232,9 @@ class LocalRepository(Repository):
         artifact = self._index.artifact(check_namespace(namespace), artifact_id)
         tags = self._reserve.spent_on(lambda: withdraw(self._store, self._index, artifact))
         self._holdings.forget(namespace, artifact.id)
-        chunks, freed = self._reserve.spent_on(lambda: remove_unneeded(self._store, self._index, artifact.id))
+        chunks, freed = self._reserve.spent_on(
+            lambda: remove_unneeded(self._store, self._index, artifact.id, namespace)
+        )
         return DeleteReport(artifact_id=artifact.id, tags=tags, chunks=chunks, bytes=freed)
 
     def check(self, ref: str, namespace: str) -> StorageReport:
@@ -268,6 +278,22 @@ class LocalRepository(Repository):
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise InvalidInput(f"the rate is {bytes_per_s} bytes a second; it must be above 0")
         return scrub(self._store, self._index, bytes_per_s=bytes_per_s, ended=ended)
+
+    def access_tokens(self) -> list[AccessToken]:
+        return self._index.tokens()
+
+    def create_access_token(
+        self,
+        scope: Scope,
+        namespaces: Sequence[str],
+        *,
+        lifetime_s: int | None = DEFAULT_LIFETIME_S,
+        note: str = "",
+    ) -> NewAccessToken:
+        return create_token(self._index, scope, namespaces, lifetime_s=lifetime_s, note=note)
+
+    def revoke_access_token(self, token_id: str) -> AccessToken:
+        return self._index.revoke_token(check_token_id(token_id), datetime.now(UTC))
 
     def close(self) -> None:
         self._index.close()
