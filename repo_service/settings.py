@@ -40,6 +40,12 @@ class Settings(BaseSettings):
     body_seconds: Seconds = Field(600, description="Deadline for the whole body of a request, or of an answer.")
     idle_seconds: Seconds = Field(25, description="A connection must send its next whole request header within this.")
     connections: int = Field(512, ge=1, le=65536, description="Open connections; further ones are answered 503.")
+    namespace_requests_per_second: float = Field(
+        0, ge=0, le=10**9, description="Requests that a namespace may have in a second, at each replica; 0 is no limit."
+    )
+    namespace_mib_per_second: float = Field(
+        0, ge=0, le=10**9, description="MiB of bodies that it may have in a second, both ways together; 0 is no limit."
+    )
     gc_seconds: float = Field(
         600, ge=0, le=10**7, description="Time between collections of garbage; 0 leaves them to kvgraft gc."
     )
@@ -51,7 +57,9 @@ class Settings(BaseSettings):
     )
     scrub_mib_per_second: float = Field(64, gt=0, le=10**6, description="Most MiB that such a scrub reads in a second.")
     audit_log: str = Field(
-        "", description="File that a line is added to for everything that is removed; without one, standard error."
+        "",
+        description="File that a line is added to for what callers do and for everything that is removed; without one, "
+        "standard error.",
     )
     shutdown_seconds: int = Field(30, ge=0, le=3600, description="Time for running requests to end after SIGTERM.")
 

@@ -7,6 +7,7 @@ by the request and its token alone, before a body is read or anything is looked 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -19,7 +20,9 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
+from repo_service.api.audit import recorded
 from repo_service.api.errors import STATUS, error_answer
+from repo_service.api.rates import Rates
 from repo_service.domain.access import ANYONE, Access, Scope
 from repo_service.domain.errors import KvgraftError
 from repo_service.domain.names import DEFAULT_NAMESPACE
@@ -51,16 +54,25 @@ class Need:
 
     scope: Scope | None
     over: Over
+    act: str | None
 
 
-def needs(scope: Scope, over: Over = Over.NAMESPACE) -> Callable[[F], F]:
-    """Declare what a route's function needs. It stands below the route's own decorators."""
-    return _declare(Need(scope, over))
+def needs(scope: Scope, over: Over = Over.NAMESPACE, *, act: str | None = None) -> Callable[[F], F]:
+    """Declare what a route's function needs. It stands below the route's own decorators.
+
+    Parameters
+    ----------
+    scope, over
+        The right, and where it must hold.
+    act
+        What the audit log calls it, if it is written down.
+    """
+    return _declare(Need(scope, over, act))
 
 
 def needs_nothing(function: F) -> F:
     """Declare that a route is answered to everyone."""
-    return _declare(Need(None, Over.ANY))(function)
+    return _declare(Need(None, Over.ANY, None))(function)
 
 
 def _declare(need: Need) -> Callable[[F], F]:
@@ -88,20 +100,24 @@ class GuardedRoute(APIRoute):
         super().__init__(path, endpoint, **options)
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        # Other methods are refused by the base class.
-        if scope["method"] in (self.methods or ()):
-            self._check(scope)
-        await super().handle(scope, receive, send)
-
-    def _check(self, scope: AsgiScope) -> None:
-        if self.need.scope is None:
+        if scope["method"] not in (self.methods or ()) or self.need.scope is None:
+            # The base class refuses other methods.
+            await super().handle(scope, receive, send)
             return
         access: Access = scope[_ACCESS]
-        if self.need.over is Over.NAMESPACE:
-            access.require_namespace(namespace_in(scope))
-        elif self.need.over is Over.ALL:
-            access.require_everywhere()
-        access.require_scope(self.need.scope)
+        namespace = namespace_in(scope) if self.need.over is Over.NAMESPACE else None
+        with ExitStack() as stack:
+            if self.need.act is not None:
+                send = stack.enter_context(recorded(scope, self.need.act, access.token_id, namespace, send))
+            if namespace is not None:
+                access.require_namespace(namespace)
+            elif self.need.over is Over.ALL:
+                access.require_everywhere()
+            access.require_scope(self.need.scope)
+            rates: Rates = scope["app"].state.context.rates
+            if namespace is not None and rates.limited:
+                receive, send = rates.admit(namespace, receive, send)
+            await super().handle(scope, receive, send)
 
 
 def guarded_routes(routes: Iterable[BaseRoute]) -> Iterator[GuardedRoute]:

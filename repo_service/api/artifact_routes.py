@@ -8,6 +8,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Query, Request, Response
 
 from repo_service.api.access import needs
+from repo_service.api.audit import note
 from repo_service.api.bodies import DocumentRoute
 from repo_service.api.context import ArtifactId, ContextOf, Namespace, Ref
 from repo_service.api.errors import error_answers
@@ -59,7 +60,7 @@ def get_artifact(context: ContextOf, namespace: Namespace, ref: Ref) -> Artifact
 @router.delete(
     "/artifacts/{artifact_id}", tags=["artifacts"], responses=error_answers(ArtifactNotFound, MalformedDigest)
 )
-@needs(Scope.ADMIN)
+@needs(Scope.ADMIN, act="delete")
 def delete_artifact(context: ContextOf, namespace: Namespace, artifact_id: ArtifactId) -> DeleteReport:
     """Unpublish an artifact with its tags, and free what nothing else needs."""
     parse_digest(artifact_id, SHA256)
@@ -80,12 +81,13 @@ def delete_artifact(context: ContextOf, namespace: Namespace, artifact_id: Artif
         **error_answers(DocumentCorrupt),
     },
 )
-@needs(Scope.READ)
+@needs(Scope.READ, act="pull")
 async def get_manifest(request: Request, context: ContextOf, namespace: Namespace, ref: Ref) -> Response:
     """The manifest's canonical bytes."""
 
     def make() -> Response:
         manifest = context.repository.manifest(ref, namespace)
+        note(request, artifact_id=manifest.id)
         cache = IMMUTABLE if ref == manifest.id else REVALIDATED
         return document_answer(request, manifest.data, etag(manifest.id), cache)
 
@@ -159,14 +161,15 @@ def get_tags(context: ContextOf, namespace: Namespace) -> list[TagInfo]:
 
 
 @router.put("/tags/{name}", tags=["tags"], responses=error_answers(MalformedName, ArtifactNotFound))
-@needs(Scope.WRITE)
-def put_tag(context: ContextOf, namespace: Namespace, name: str, body: TagRequest) -> TagInfo:
+@needs(Scope.WRITE, act="tag")
+def put_tag(request: Request, context: ContextOf, namespace: Namespace, name: str, body: TagRequest) -> TagInfo:
     """Make a tag, or move it."""
+    note(request, artifact_id=body.artifact_id[:200])
     return context.repository.set_tag(namespace, name, body.artifact_id)
 
 
 @router.delete("/tags/{name}", tags=["tags"], status_code=204, responses=error_answers(MalformedName, TagNotFound))
-@needs(Scope.WRITE)
+@needs(Scope.WRITE, act="untag")
 def delete_tag(context: ContextOf, namespace: Namespace, name: str) -> Response:
     """Remove a tag; the artifact stays."""
     context.repository.delete_tag(namespace, name)
@@ -188,9 +191,10 @@ def get_policy(context: ContextOf, namespace: Namespace) -> Policy:
 
 
 @router.put("/policy", tags=["namespaces"], responses=error_answers(MalformedName))
-@needs(Scope.ADMIN)
-def put_policy(context: ContextOf, namespace: Namespace, policy: Policy) -> Policy:
+@needs(Scope.ADMIN, act="set policy")
+def put_policy(request: Request, context: ContextOf, namespace: Namespace, policy: Policy) -> Policy:
     """Give the namespace a policy, in place of the one it has."""
+    note(request, policy=policy.model_dump(mode="json"))
     return context.repository.set_policy(namespace, policy)
 
 

@@ -9,6 +9,7 @@ from fastapi import Depends, Path, Request
 
 from repo_service.api.access import namespace_in
 from repo_service.api.gates import ChunkBuffers, Gate
+from repo_service.api.rates import Rates
 from repo_service.services.repository import LocalRepository
 from repo_service.services.zarr_view import ZarrView
 from repo_service.settings import Settings
@@ -30,6 +31,8 @@ class Context:
         The turn to handle a large document that comes.
     answers
         The turn to send a manifest or a page of block records.
+    rates
+        What each namespace may ask for in a second.
     chunk_threads, survey_threads
         Limiters for the worker threads of chunk transfers, and of checks and rebuilds.
     """
@@ -41,6 +44,7 @@ class Context:
         self.buffers = ChunkBuffers(Gate(settings.chunk_transfers, queue, wait, "chunk transfers"))
         self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
         self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
+        self.rates = Rates(settings)
         self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
         self.survey_threads = CapacityLimiter(_SURVEYS)
         self._views: dict[tuple[str, str], ZarrView] = {}

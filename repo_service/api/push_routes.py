@@ -9,6 +9,7 @@ from fastapi import APIRouter, Path, Request, Response
 from starlette.exceptions import HTTPException
 
 from repo_service.api.access import needs
+from repo_service.api.audit import note
 from repo_service.api.bodies import (
     MAX_MANIFEST_VALUES,
     DocumentRoute,
@@ -121,12 +122,13 @@ async def put_chunk(
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
     responses=error_answers(PushNotFound, ChunksMissing, MalformedDocument, Divergence, TooLarge, StorageFull),
 )
-@needs(Scope.WRITE)
+@needs(Scope.WRITE, act="push")
 async def commit_push(request: Request, context: ContextOf, namespace: Namespace, push_id: PushId) -> ArtifactInfo:
     """Publish the manifest in the body, canonical JSON of at most 64 MiB; durable when the answer comes."""
 
     def commit(data: bytes) -> ArtifactInfo:
         manifest = Manifest.parse(check_density(data, MAX_MANIFEST_VALUES))
+        note(request, artifact_id=manifest.id)
         return context.repository.resume_push(push_id, namespace).commit(manifest)
 
     async def use(data: bytes) -> ArtifactInfo:

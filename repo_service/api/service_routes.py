@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
 from repo_service.api.access import GuardedRoute, Over, access_of, needs, needs_nothing
+from repo_service.api.audit import note
 from repo_service.api.context import ContextOf
 from repo_service.api.errors import error_answers
 from repo_service.domain.access import Scope
@@ -58,9 +59,10 @@ class Collection(BaseModel):
 
 
 @router.post("/v1/gc")
-@needs(Scope.ADMIN, Over.ALL)
-async def collect_garbage(context: ContextOf, how: Collection) -> GarbageReport:
+@needs(Scope.ADMIN, Over.ALL, act="gc")
+async def collect_garbage(request: Request, context: ContextOf, how: Collection) -> GarbageReport:
     """Remove what no artifact and no push needs; the answer comes when that is done."""
+    note(request, **how.model_dump())
     collect = partial(context.repository.collect_garbage, grace_s=how.grace_ms / 1000, dry_run=how.dry_run)
     return await to_thread.run_sync(collect, limiter=context.survey_threads)
 
@@ -79,7 +81,7 @@ class Survey(BaseModel):
 
 
 @router.post("/v1/scrub")
-@needs(Scope.ADMIN, Over.ALL)
+@needs(Scope.ADMIN, Over.ALL, act="scrub")
 async def scrub(context: ContextOf, how: Survey) -> ScrubReport:
     """Read and verify everything that is stored; the answer comes when that is done."""
     survey = partial(context.repository.scrub, bytes_per_s=how.bytes_per_s)
@@ -87,7 +89,7 @@ async def scrub(context: ContextOf, how: Survey) -> ScrubReport:
 
 
 @router.post("/v1/reindex")
-@needs(Scope.ADMIN, Over.ALL)
+@needs(Scope.ADMIN, Over.ALL, act="reindex")
 async def reindex(context: ContextOf) -> ReindexReport:
     """Rebuild the SQL index from the store; the answer comes when that is done."""
     return await to_thread.run_sync(context.repository.reindex, limiter=context.survey_threads)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Request
 from pydantic import Field
 
 from repo_service.api.access import Over, access_of, needs
+from repo_service.api.audit import note
 from repo_service.api.bodies import DocumentRoute
 from repo_service.api.context import ContextOf
 from repo_service.api.errors import error_answers
@@ -40,13 +41,16 @@ class TokenRequest(Body):
 
 
 @router.post("", status_code=201, responses=error_answers(AccessDenied, InvalidInput, MalformedName))
-@needs(Scope.ADMIN, Over.ALL)
+@needs(Scope.ADMIN, Over.ALL, act="create token")
 def create_token(request: Request, context: ContextOf, body: TokenRequest) -> NewAccessToken:
     """Make a token. The answer is the only place where its secret is ever seen."""
     _require_token(request)
-    return context.repository.create_access_token(
+    note(request, scope=body.scope.value, namespaces=[name[:63] for name in body.namespaces])
+    made = context.repository.create_access_token(
         body.scope, body.namespaces, lifetime_s=body.lifetime_s, note=body.note
     )
+    note(request, token_id=made.info.id)
+    return made
 
 
 @router.get("", responses=error_answers(AccessDenied))
@@ -58,7 +62,7 @@ def get_tokens(request: Request, context: ContextOf) -> list[AccessToken]:
 
 
 @router.delete("/{token_id}", responses=error_answers(AccessDenied, TokenNotFound, MalformedName))
-@needs(Scope.ADMIN, Over.ALL)
+@needs(Scope.ADMIN, Over.ALL, act="revoke token")
 def revoke_token(
     request: Request, context: ContextOf, token_id: Annotated[str, Path(description="The public part of a token.")]
 ) -> AccessToken:

@@ -7,8 +7,6 @@ young objects that no row knows, and a lock tells a temp file's dead writer from
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -19,6 +17,7 @@ from repo_service.domain.digest import BLAKE3, SHA256
 from repo_service.domain.errors import UNREADABLE
 from repo_service.domain.views import GarbageReport, Removed
 from repo_service.index import ENTRY, TAG, Index, LetGo, Noted, Objects
+from repo_service.services.audit import record
 from repo_service.services.documents import (
     ARTIFACTS,
     BLOCKS,
@@ -36,9 +35,6 @@ from repo_service.services.settle import settle
 from repo_service.storage import Store
 
 GRACE_S = 3600.0
-
-audit = logging.getLogger("kvgraft.audit")
-"""One line of JSON for everything that is removed."""
 
 _BATCH = 500
 _QUARANTINED_S = 30 * 24 * 3600.0
@@ -160,8 +156,7 @@ class _Tally:
         if len(self.first) < _LISTED:
             self.first.append(removed)
         if not self.dry_run:
-            at = datetime.now(UTC).isoformat(timespec="milliseconds")
-            audit.info("%s", json.dumps({"at": at, "removed": removed.model_dump(exclude_none=True)}))
+            record(removed=removed.model_dump(exclude_none=True))
 
     def remove(self, store: Store, objects: Objects, reason: str) -> None:
         """Remove those of the objects that are there, or, in a dry run, say so."""
