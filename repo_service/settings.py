@@ -26,6 +26,12 @@ class Settings(BaseSettings):
     insecure_any_host: bool = Field(
         False, description="Serve addresses other than loopback, and any Host header, although nobody is authenticated."
     )
+    tls_cert: str = Field("", description="PEM file with the certificate to serve HTTPS with, and its chain.")
+    tls_key: str = Field("", description="PEM file with the certificate's key.")
+    forwarded_allow_ips: str = Field(
+        "",
+        description="Addresses or networks of proxies whose X-Forwarded-For is believed, with commas between them.",
+    )
     chunk_transfers: int = Field(
         6, ge=1, le=1024, description="Chunks in transfer at once; each holds at most 8 MiB of memory."
     )

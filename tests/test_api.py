@@ -80,7 +80,7 @@ def serving(root: Path, **settings: Any) -> Iterator[Service]:
                 while not server.started:
                     assert thread.is_alive()
                     time.sleep(0.01)
-                yield Service(address(listener), repository, root)
+                yield Service(address(listener, "https" if configured.tls_cert else "http"), repository, root)
             finally:
                 server.should_exit = True
                 thread.join()
