@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -22,12 +22,22 @@ class Settings(BaseSettings):
     )
     index: str = Field(
         "",
-        description="URL of the index: sqlite:///absolute/path; an S3 repository needs one, a directory has its own.",
+        description="URL of the index, sqlite:///absolute/path or postgresql://user:password@host/database; an S3 "
+        "repository needs one, a directory has its own.",
     )
-    host: str = Field("127.0.0.1", description="Address to listen on; without tokens it must be a loopback address.")
+    auth: Literal["none", "tokens"] = Field(
+        "none", description="Whom to serve: none asks nobody and is for loopback, tokens asks for a token."
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on; with auth none it must be a loopback address.")
     port: int = Field(8750, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     insecure_any_host: bool = Field(
         False, description="Serve addresses other than loopback, and any Host header, although nobody is authenticated."
+    )
+    tls_cert: str = Field("", description="PEM file with the certificate to serve HTTPS with, and its chain.")
+    tls_key: str = Field("", description="PEM file with the certificate's key.")
+    forwarded_allow_ips: str = Field(
+        "",
+        description="Addresses or networks of proxies whose X-Forwarded-For is believed, with commas between them.",
     )
     chunk_transfers: int = Field(
         6, ge=1, le=1024, description="Chunks in transfer at once; each holds at most 8 MiB of memory."
@@ -43,6 +53,12 @@ class Settings(BaseSettings):
     body_seconds: Seconds = Field(600, description="Deadline for the whole body of a request, or of an answer.")
     idle_seconds: Seconds = Field(25, description="A connection must send its next whole request header within this.")
     connections: int = Field(512, ge=1, le=65536, description="Open connections; further ones are answered 503.")
+    namespace_requests_per_second: float = Field(
+        0, ge=0, le=10**9, description="Requests that a namespace may have in a second, at each replica; 0 is no limit."
+    )
+    namespace_mib_per_second: float = Field(
+        0, ge=0, le=10**9, description="MiB of bodies that it may have in a second, both ways together; 0 is no limit."
+    )
     gc_seconds: float = Field(
         600, ge=0, le=10**7, description="Time between collections of garbage; 0 leaves them to kvgraft gc."
     )
@@ -54,7 +70,9 @@ class Settings(BaseSettings):
     )
     scrub_mib_per_second: float = Field(64, gt=0, le=10**6, description="Most MiB that such a scrub reads in a second.")
     audit_log: str = Field(
-        "", description="File that a line is added to for everything that is removed; without one, standard error."
+        "",
+        description="File that a line is added to for what callers do and for everything that is removed; without one, "
+        "standard error.",
     )
     shutdown_seconds: int = Field(30, ge=0, le=3600, description="Time for running requests to end after SIGTERM.")
 

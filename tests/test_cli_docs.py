@@ -18,15 +18,24 @@ BEGIN = "<!-- The rest is written by tests/test_cli_docs.py. -->\n"
 
 def reference() -> str:
     """Every command with its arguments and options, as they are."""
-    commands: dict[str, Any] = get_command(application()).commands  # type: ignore[attr-defined]
-    return "\n".join(line for name in sorted(commands) if not commands[name].hidden for line in section(commands[name]))
+    commands = dict(flattened(get_command(application())))
+    return "\n".join(line for name in sorted(commands) for line in section(name, commands[name]))
 
 
-def section(command: Any) -> Iterator[str]:
+def flattened(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Commands by name, those of groups by both names."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from flattened(command, f"{prefix}{name} ")
+        elif not command.hidden:
+            yield prefix + name, command
+
+
+def section(name: str, command: Any) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
     places = [f"{p.metavar}" if p.required else f"[{p.metavar}]" for p in arguments]
-    yield f"### `kvgraft {' '.join([command.name, *places])}`\n"
+    yield f"### `kvgraft {' '.join([name, *places])}`\n"
     # Line breaks are the source's; a page has its own.
     yield "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n")) + "\n"
     yield "| | | default |\n|---|---|---|"

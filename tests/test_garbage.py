@@ -268,9 +268,9 @@ def test_a_service_collects_and_scrubs_by_itself(root: Path, tmp_path: Path, mon
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert repository.check(info.id, "default").ok
-    (line,) = (tmp_path / "audit").read_text().splitlines()
-    removed = json.loads(line)["removed"]
-    assert removed == {"kind": "chunk", "name": f"blake3:{'0' * 64}", "reason": "no row knows it"}
+    pushed, collected = map(json.loads, (tmp_path / "audit").read_text().splitlines())
+    assert pushed["did"] == "push"
+    assert collected["removed"] == {"kind": "chunk", "name": f"blake3:{'0' * 64}", "reason": "no row knows it"}
 
 
 def failing_after(store: type[LocalStore], method: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:

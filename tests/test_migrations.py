@@ -104,6 +104,7 @@ def test_states_of_chunks_are_told_apart_as_before(tmp_path: Path) -> None:
                 "INSERT INTO chunks (namespace, digest, dtype, shape, size, state) VALUES ('other', ?, 'U8', '[1]', 1, ?)",
                 (bytes(31) + bytes([state]), state),
             )
+        connection.execute("DROP TABLE tokens")
     set_revision(path, "0002")
     with Index.open(f"sqlite:///{path}") as index:
         assert len(index.dump()["chunks"]) == count

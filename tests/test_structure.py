@@ -61,7 +61,7 @@ HOMES = {
 
 # What the domain may use: nothing that reads, writes, waits or knows the machine.
 PURE = {
-    "__future__", "abc", "array", "blake3", "collections", "contextlib", "dataclasses", "datetime", "fnmatch", "functools", "hashlib", "json",
+    "__future__", "abc", "array", "blake3", "collections", "contextlib", "dataclasses", "datetime", "enum", "fnmatch", "functools", "hashlib", "json",
     "math", "pydantic", "re", "repo_service", "types", "typing", "typing_extensions",
 }  # fmt: skip
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from repo_service.api import artifact_routes, chunk_routes, push_routes, service_routes
+from repo_service.api import artifact_routes, chunk_routes, push_routes, service_routes, token_routes
+from repo_service.api.access import Authentication, guarded_routes
 from repo_service.api.context import NAMESPACE_PARAMETER, Context
 from repo_service.api.errors import ErrorAnswer, error_answers, install_error_handlers
 from repo_service.api.loopback import LoopbackOnly
@@ -31,7 +32,13 @@ class _Application(FastAPI):
 
 
 def create_app(repository: LocalRepository, settings: Settings) -> FastAPI:
-    """The application over an open repository, which stays the caller's to close."""
+    """The application over an open repository, which stays the caller's to close.
+
+    Raises
+    ------
+    TypeError
+        If a route has no guard.
+    """
     app = _Application(
         title="kvgraft",
         version=__version__,
@@ -47,12 +54,17 @@ def create_app(repository: LocalRepository, settings: Settings) -> FastAPI:
     )
     app.state.context = Context(repository, settings)
     install_error_handlers(app)
-    if not settings.insecure_any_host:
+    asks_for_tokens = settings.auth == "tokens"
+    app.add_middleware(Authentication, recognition=repository.recognition if asks_for_tokens else None)
+    if not asks_for_tokens and not settings.insecure_any_host:
         app.add_middleware(LoopbackOnly)
+    own = list(app.routes)
     # Routes are tried in order: those that are asked most come first.
-    for router in chunk_routes.router, push_routes.begin_router, artifact_routes.router:
+    for router in chunk_routes.router, push_routes.router, artifact_routes.router:
         app.include_router(router, prefix="/v1/namespaces/{namespace}")
         app.include_router(router, prefix="/v1")
-    app.include_router(push_routes.router, prefix="/v1")
+    app.include_router(token_routes.router)
     app.include_router(service_routes.router)
+    # All but the description of the API, which every token may read.
+    list(guarded_routes(route for route in app.routes if route not in own))
     return app

@@ -10,10 +10,10 @@ from typing import Any
 
 from anyio import to_thread
 from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from repo_service.api.access import GuardedRoute
 from repo_service.api.context import Context
 from repo_service.domain.canonical import parse_loose_json
 from repo_service.domain.errors import MalformedRequest, SizeMismatch, TooLarge
@@ -96,7 +96,7 @@ async def read_document(request: Request, context: Context, limit: int, use: Cal
         return await use(await _read(request, limit, context.settings))
 
 
-class DocumentRoute(APIRoute):
+class DocumentRoute(GuardedRoute):
     """A route whose JSON body is read within limits and parsed strictly: no duplicate keys, no deep nesting."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -10,9 +10,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from repo_service.api.access import GuardedRoute, needs
 from repo_service.api.context import ArtifactId, Ref, context_of, namespace_of
 from repo_service.api.errors import ErrorAnswer, error_answer, error_answers
 from repo_service.api.octets import BINARY, IMMUTABLE, OCTETS, REVALIDATED, Chunk, chunk_answer, document_answer, etag
+from repo_service.domain.access import Scope
 from repo_service.domain.digest import BLAKE3, SHA256, parse_digest, sha256_digest
 from repo_service.domain.errors import (
     Ambiguous,
@@ -34,7 +36,7 @@ _OCTETS: dict[int | str, dict[str, Any]] = {
     416: {"description": "range_not_satisfiable"},
 }
 
-router = APIRouter()
+router = APIRouter(route_class=GuardedRoute)
 
 
 @router.get(
@@ -43,6 +45,7 @@ router = APIRouter()
     response_class=Response,
     responses=_OCTETS | error_answers(ArtifactNotFound, ChunkNotFound, ChunkCorrupt, MalformedDigest, Unavailable),
 )
+@needs(Scope.READ)
 async def get_chunk(request: Request, artifact_id: ArtifactId, digest: str) -> Response:
     """The octets of one chunk that the artifact holds."""
     parse_digest(artifact_id, SHA256)
@@ -68,6 +71,7 @@ _ZARR_ERRORS = error_answers(NotFound, Ambiguous, MalformedName, ChunkCorrupt, D
 @router.get(
     "/artifacts/{ref}/zarr/{key:path}", tags=["zarr"], response_class=Response, responses=_OCTETS | _ZARR_ERRORS
 )
+@needs(Scope.READ)
 async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
     """The artifact as a read-only Zarr v3 hierarchy.
 

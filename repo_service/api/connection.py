@@ -14,6 +14,8 @@ from repo_service.settings import Settings
 
 MAX_HEADER_BYTES = 64 * 1024
 
+_TLS_BUFFER = 64 * 1024
+
 
 def connection_class(settings: Settings) -> type[asyncio.Protocol]:
     """Uvicorn's HTTP connection with the limits of ``settings``."""
@@ -46,6 +48,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if transport.get_extra_info("sslcontext") is not None:
+            # As much as an unencrypted one holds; what lies behind it holds as much again.
+            transport.set_write_buffer_limits(_TLS_BUFFER)
         limit = self.settings.connections
         if len(self.connections) > limit:
             self._refuse(503, Unavailable(f"{limit} connections are open, which is the limit: try again later"))

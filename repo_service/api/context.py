@@ -9,8 +9,9 @@ from typing import Annotated
 from anyio import CapacityLimiter
 from fastapi import Depends, Path, Request
 
+from repo_service.api.access import namespace_in
 from repo_service.api.gates import ChunkBuffers, Gate
-from repo_service.domain.names import DEFAULT_NAMESPACE
+from repo_service.api.rates import Rates
 from repo_service.services.repository import LocalRepository
 from repo_service.services.zarr_view import ZarrView
 from repo_service.settings import Settings
@@ -32,6 +33,8 @@ class Context:
         The turn to handle a large document that comes.
     answers
         The turn to send a manifest or a page of block records.
+    rates
+        What each namespace may ask for in a second.
     chunk_threads, survey_threads, scrub_threads
         Limiters for the worker threads of chunk transfers, of checks and rebuilds, and of scrubs.
     scrubbing
@@ -47,6 +50,7 @@ class Context:
         self.buffers = ChunkBuffers(Gate(settings.chunk_transfers, queue, wait, "chunk transfers"))
         self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
         self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
+        self.rates = Rates(settings)
         self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
         self.survey_threads = CapacityLimiter(_SURVEYS)
         self.scrub_threads = CapacityLimiter(1)
@@ -76,7 +80,7 @@ def context_of(request: Request) -> Context:
 
 def namespace_of(request: Request) -> str:
     """The namespace in the path, or the default one; the repository checks its grammar."""
-    return str(request.path_params.get("namespace", DEFAULT_NAMESPACE))
+    return namespace_in(request.scope)
 
 
 async def _context(request: Request) -> Context:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from repo_service.domain.errors import KvgraftError, MalformedDocument, MalformedRequest
+from repo_service.domain.errors import KvgraftError, MalformedDocument, MalformedRequest, RateLimited
 
 STATUS: Mapping[str, int] = {
     "internal_error": 500,
@@ -33,6 +33,7 @@ STATUS: Mapping[str, int] = {
     "tag_not_found": 404,
     "push_not_found": 404,
     "chunk_not_found": 404,
+    "token_not_found": 404,
     "conflict": 409,
     "block_divergence": 409,
     "chunks_missing": 409,
@@ -46,8 +47,10 @@ STATUS: Mapping[str, int] = {
     "storage_full": 507,
     "quota_exceeded": 507,
     "unavailable": 503,
+    "rate_limited": 429,
     "service_error": 502,
     "access_denied": 403,
+    "unauthenticated": 401,
     "port_in_use": 500,
     "inexact": 409,
     "fingerprint_mismatch": 409,
@@ -67,9 +70,15 @@ HTTP_CODES: Mapping[int, str] = {
     416: "range_not_satisfiable",
 }
 
-_RETRY_AFTER = {"Retry-After": "1"}
+_HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    503: {"Retry-After": "1"},
+}
 
 _MAX_PROBLEMS = 20
+
+OUTCOME = "kvgraft.outcome"
+"""Where a request's ASGI scope says with which code it was refused."""
 
 _log = logging.getLogger(__name__)
 
@@ -109,8 +118,9 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-async def _kvgraft_error(_: Request, error: Exception) -> JSONResponse:
+async def _kvgraft_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KvgraftError)
+    request.scope[OUTCOME] = error.code
     return error_answer(error, STATUS[error.code])
 
 
@@ -118,7 +128,10 @@ def error_answer(error: KvgraftError, status: int) -> JSONResponse:
     """An error's JSON under a status of its own."""
     if status >= 500:
         _log.log(logging.INFO if status == 503 else logging.ERROR, "%s: %s", error.code, error.message)
-    return JSONResponse({"error": error.to_json()}, status, _RETRY_AFTER if status == 503 else None)
+    headers = _HEADERS.get(status)
+    if isinstance(error, RateLimited):
+        headers = {"Retry-After": str(error.details["retry_after_s"])}
+    return JSONResponse({"error": error.to_json()}, status, headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> JSONResponse:
@@ -132,6 +145,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, error.headers or {}
     code = HTTP_CODES.get(status, "malformed_request" if status < 500 else KvgraftError.code)
+    request.scope[OUTCOME] = code
     message = error.detail
     if status == 404:
         message = f"there is no route {request.url.path[:200]}: see /v1/openapi.json"

@@ -8,9 +8,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from logging.handlers import WatchedFileHandler
 
 from repo_service.domain.errors import InvalidInput, KvgraftError
-from repo_service.services.garbage import audit
+from repo_service.services.audit import audit
 from repo_service.services.repository import LocalRepository
 from repo_service.settings import Settings
 
@@ -69,7 +70,8 @@ def audited(settings: Settings) -> Iterator[None]:
     handler: logging.Handler
     if settings.audit_log:
         try:
-            handler = logging.FileHandler(settings.audit_log, encoding="utf-8")
+            # Goes on in a new file when the old one was moved away.
+            handler = WatchedFileHandler(settings.audit_log, encoding="utf-8")
         except OSError as error:
             raise InvalidInput(f"the audit log {settings.audit_log} can't be written: {error.strerror}") from None
     else:

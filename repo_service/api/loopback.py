@@ -25,10 +25,10 @@ def check_host(settings: Settings) -> None:
     ------
     InvalidInput
     """
-    if not settings.insecure_any_host and not _is_loopback(settings.host):
+    if settings.auth == "none" and not settings.insecure_any_host and not is_loopback(settings.host):
         raise InvalidInput(
-            f"{settings.host!r} is not a loopback address, and no tokens are configured, so anyone who reaches it could "
-            "read, push and delete: use 127.0.0.1, or set KVGRAFT_INSECURE_ANY_HOST=true",
+            f"{settings.host!r} is not a loopback address, and no tokens are asked for, so anyone who reaches it could "
+            "read, push and delete: use --auth tokens (KVGRAFT_AUTH) with tokens from kvgraft token create, or 127.0.0.1",
             host=settings.host,
         )
 
@@ -43,7 +43,7 @@ class LoopbackOnly:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             for name, origin in ("Host", f"//{headers.get('host', '')}"), ("Origin", headers.get("origin")):
-                if origin is not None and not _is_loopback(_host(origin)):
+                if origin is not None and not is_loopback(_host(origin)):
                     error = AccessDenied(
                         f"the {name} header is {origin.removeprefix('//')[:200]!r}; without tokens this service answers "
                         "only to localhost and loopback addresses"
@@ -60,7 +60,8 @@ def _host(origin: str) -> str:
         return ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """True for ``localhost`` and for loopback addresses."""
     if host == "localhost":
         return True
     try:

@@ -8,6 +8,8 @@ from anyio import to_thread
 from fastapi import APIRouter, Path, Request, Response
 from starlette.exceptions import HTTPException
 
+from repo_service.api.access import needs
+from repo_service.api.audit import note
 from repo_service.api.bodies import (
     MAX_MANIFEST_VALUES,
     DocumentRoute,
@@ -20,6 +22,7 @@ from repo_service.api.context import ContextOf, Namespace
 from repo_service.api.errors import error_answers
 from repo_service.api.models import OfferRequest, PushRequest, PushStarted
 from repo_service.api.octets import BINARY, OCTETS
+from repo_service.domain.access import Scope
 from repo_service.domain.digest import BLAKE3, parse_digest
 from repo_service.domain.errors import (
     ChunkNotFound,
@@ -45,25 +48,26 @@ from repo_service.domain.views import ArtifactInfo, PushOffer
 
 PushId = Annotated[str, Path(description="Id that beginning the push gave.")]
 
-begin_router = APIRouter(route_class=DocumentRoute, tags=["push"])
-router = APIRouter(route_class=DocumentRoute, prefix="/pushes/{push_id}", tags=["push"])
+router = APIRouter(route_class=DocumentRoute, prefix="/pushes", tags=["push"])
 
 
-@begin_router.post("/pushes", status_code=201, responses=error_answers(MalformedName, MalformedDocument))
+@router.post("", status_code=201, responses=error_answers(MalformedName, MalformedDocument))
+@needs(Scope.WRITE)
 def begin_push(context: ContextOf, namespace: Namespace, body: PushRequest) -> PushStarted:
     """Begin a push. It expires an hour after it was last used."""
     return PushStarted(id=context.repository.begin_push(Fingerprint(body.fingerprint), namespace).id)
 
 
 @router.post(
-    "/blocks",
+    "/{push_id}/blocks",
     responses=error_answers(
         PushNotFound, MalformedDocument, MalformedDigest, Divergence, QuotaExceeded, DocumentCorrupt
     ),
 )
-def offer_blocks(context: ContextOf, push_id: PushId, body: OfferRequest) -> PushOffer:
+@needs(Scope.WRITE)
+def offer_blocks(context: ContextOf, namespace: Namespace, push_id: PushId, body: OfferRequest) -> PushOffer:
     """Announce blocks and tokens; the answer lists the chunks to send."""
-    push = context.repository.resume_push(push_id)
+    push = context.repository.resume_push(push_id, namespace)
     missing = push.offer([BlockRecord.from_json(record) for record in body.records])
     if body.tokens is not None:
         missing += push.offer_tokens(body.tokens.count, body.tokens.chunks)
@@ -71,7 +75,7 @@ def offer_blocks(context: ContextOf, push_id: PushId, body: OfferRequest) -> Pus
 
 
 @router.put(
-    "/chunks/{digest}",
+    "/{push_id}/chunks/{digest}",
     status_code=204,
     openapi_extra={"requestBody": {"required": True, "content": {OCTETS: BINARY}}},
     responses={
@@ -88,7 +92,10 @@ def offer_blocks(context: ContextOf, push_id: PushId, body: OfferRequest) -> Pus
         ),
     },
 )
-async def put_chunk(request: Request, context: ContextOf, push_id: PushId, digest: str) -> Response:
+@needs(Scope.WRITE)
+async def put_chunk(
+    request: Request, context: ContextOf, namespace: Namespace, push_id: PushId, digest: str
+) -> Response:
     """Send one chunk's octets, at most 8 MiB, with a Content-Length."""
     parse_digest(digest, BLAKE3)
     length = content_length(request)
@@ -98,7 +105,7 @@ async def put_chunk(request: Request, context: ContextOf, push_id: PushId, diges
         raise TooLarge(
             f"the body has {length} bytes; a chunk has at most {MAX_CHUNK_BYTES}", size=length, limit=MAX_CHUNK_BYTES
         )
-    push = context.repository.resume_push(push_id)
+    push = context.repository.resume_push(push_id, namespace)
     loan = await context.buffers.take()
     try:
         data = loan.memory[:length]
@@ -110,17 +117,19 @@ async def put_chunk(request: Request, context: ContextOf, push_id: PushId, diges
 
 
 @router.post(
-    "/commit",
+    "/{push_id}/commit",
     status_code=201,
     openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}},
     responses=error_answers(PushNotFound, ChunksMissing, MalformedDocument, Divergence, TooLarge, StorageFull),
 )
-async def commit_push(request: Request, context: ContextOf, push_id: PushId) -> ArtifactInfo:
+@needs(Scope.WRITE, act="push")
+async def commit_push(request: Request, context: ContextOf, namespace: Namespace, push_id: PushId) -> ArtifactInfo:
     """Publish the manifest in the body, canonical JSON of at most 64 MiB; durable when the answer comes."""
 
     def commit(data: bytes) -> ArtifactInfo:
         manifest = Manifest.parse(check_density(data, MAX_MANIFEST_VALUES))
-        return context.repository.resume_push(push_id).commit(manifest)
+        note(request, artifact_id=manifest.id)
+        return context.repository.resume_push(push_id, namespace).commit(manifest)
 
     async def use(data: bytes) -> ArtifactInfo:
         return await to_thread.run_sync(commit, data)
@@ -129,8 +138,9 @@ async def commit_push(request: Request, context: ContextOf, push_id: PushId) -> 
     return info
 
 
-@router.delete("", status_code=204, responses=error_answers(Unavailable))
-def abort_push(context: ContextOf, push_id: PushId) -> Response:
+@router.delete("/{push_id}", status_code=204, responses=error_answers(Unavailable))
+@needs(Scope.WRITE)
+def abort_push(context: ContextOf, namespace: Namespace, push_id: PushId) -> Response:
     """Give the push up; harmless after a commit."""
-    context.repository.resume_push(push_id).abort()
+    context.repository.resume_push(push_id, namespace).abort()
     return Response(status_code=204)

@@ -14,8 +14,10 @@ import uvicorn
 from repo_service.api.app import create_app
 from repo_service.api.connection import connection_class
 from repo_service.api.jobs import audited, running
-from repo_service.api.loopback import check_host
+from repo_service.api.loopback import check_host, is_loopback
+from repo_service.api.tls import InPieces, TlsServer, tls_options
 from repo_service.domain.errors import InvalidInput, PortInUse
+from repo_service.services.places import MEMORY_URL
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
 
@@ -41,10 +43,13 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
     PortInUse, MalformedUrl, NotARepository, NewerFormat, Conflict
     """
     check_host(settings)
+    tls_options(settings)
     if not settings.repo:
         raise InvalidInput(
             "no repository to serve: give its URL (KVGRAFT_REPO), as file:///absolute/path or s3://bucket/prefix"
         )
+    if settings.auth == "tokens" and settings.repo == MEMORY_URL:
+        raise InvalidInput("a repository in memory has no tokens to ask for, and none can be made: serve a directory")
     with (
         ExitStack() as stack,
         audited(settings),
@@ -54,9 +59,17 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
     ):
         server = make_server(repository, settings)
         stack.enter_context(_ended_by_signal(server))
-        guard = "ANYONE who reaches it may read, push and delete" if settings.insecure_any_host else "loopback only"
-        announce(address(listener), f"{guard}: no tokens are configured")
+        announce(address(listener, "https" if settings.tls_cert else "http"), _guard(settings))
         server.run(sockets=[listener])
+
+
+def _guard(settings: Settings) -> str:
+    if settings.auth == "tokens":
+        exposed = not settings.tls_cert and not is_loopback(settings.host)
+        return "every request needs a token" + ("; NOT ENCRYPTED: have a proxy do that" if exposed else "")
+    if settings.insecure_any_host:
+        return "ANYONE who reaches it may read, push and delete: no tokens are asked for"
+    return "loopback only: no tokens are asked for"
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -80,28 +93,36 @@ def listen(settings: Settings) -> socket.socket:
         raise InvalidInput(f"can't listen on {host} port {port}: {error.strerror}", host=host, port=port) from None
 
 
-def address(listener: socket.socket) -> str:
+def address(listener: socket.socket, scheme: str = "http") -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Server:
-    """A server for an open repository; run it with ``run(sockets=[listen(settings)])``."""
+    """A server for an open repository; run it with ``run(sockets=[listen(settings)])``.
+
+    Raises
+    ------
+    InvalidInput
+        If the certificate can't be used.
+    """
+    tls = tls_options(settings)
     app = create_app(repository, settings)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http=connection_class(settings),
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_keep_alive=int(settings.idle_seconds) + 1,
-            timeout_graceful_shutdown=settings.shutdown_seconds,
-        )
+    config = uvicorn.Config(
+        InPieces(app) if tls else app,
+        http=connection_class(settings),
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=bool(settings.forwarded_allow_ips),
+        forwarded_allow_ips=settings.forwarded_allow_ips,
+        server_header=False,
+        timeout_keep_alive=int(settings.idle_seconds) + 1,
+        timeout_graceful_shutdown=settings.shutdown_seconds,
+        **tls,
     )
+    server = TlsServer(config, settings.idle_seconds) if tls else uvicorn.Server(config)
     app.state.context.is_ending = lambda: server.should_exit
     return server
 

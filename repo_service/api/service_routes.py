@@ -8,16 +8,19 @@ from functools import partial
 from typing import Literal
 
 from anyio import to_thread
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
+from repo_service.api.access import GuardedRoute, Over, access_of, needs, needs_nothing
+from repo_service.api.audit import note
 from repo_service.api.context import Context, ContextOf
 from repo_service.api.errors import error_answers
+from repo_service.domain.access import Scope
 from repo_service.domain.errors import Conflict, Unavailable
 from repo_service.domain.views import GarbageReport, ReindexReport, RepositoryInfo, ScrubReport
 from repo_service.services.garbage import GRACE_S
 
-router = APIRouter(tags=["service"])
+router = APIRouter(route_class=GuardedRoute, tags=["service"])
 
 _LONGEST_SCRUB_S = 24 * 3600.0
 _LOOK_S = 0.2
@@ -30,12 +33,14 @@ class Health(BaseModel):
 
 
 @router.get("/healthz")
+@needs_nothing
 async def healthz() -> Health:
     """Alive; says nothing about the repository."""
     return Health()
 
 
 @router.get("/readyz", responses=error_answers(Unavailable))
+@needs_nothing
 def readyz(context: ContextOf) -> Health:
     """Able to work: reads one object of the store and one row of the index."""
     context.repository.probe()
@@ -43,6 +48,7 @@ def readyz(context: ContextOf) -> Health:
 
 
 @router.get("/v1/info")
+@needs(Scope.READ, Over.ANY)
 def get_info(context: ContextOf) -> RepositoryInfo:
     """What is at this address."""
     return context.repository.info()
@@ -58,16 +64,19 @@ class Collection(BaseModel):
 
 
 @router.post("/v1/gc")
-async def collect_garbage(context: ContextOf, how: Collection) -> GarbageReport:
+@needs(Scope.ADMIN, Over.ALL, act="gc")
+async def collect_garbage(request: Request, context: ContextOf, how: Collection) -> GarbageReport:
     """Remove what no artifact and no push needs; the answer comes when that is done."""
+    note(request, **how.model_dump())
     collect = partial(context.repository.collect_garbage, grace_s=how.grace_ms / 1000, dry_run=how.dry_run)
     return await to_thread.run_sync(collect, limiter=context.survey_threads)
 
 
 @router.get("/v1/namespaces")
-def get_namespaces(context: ContextOf) -> list[str]:
-    """The namespaces that hold an artifact, a tag or a divergence, by name."""
-    return context.repository.namespaces()
+@needs(Scope.READ, Over.ANY)
+def get_namespaces(request: Request, context: ContextOf) -> list[str]:
+    """The namespaces that hold an artifact, a tag or a divergence, by name; only those that the token is valid in."""
+    return list(filter(access_of(request).reaches, context.repository.namespaces()))
 
 
 class Survey(BaseModel):
@@ -77,6 +86,7 @@ class Survey(BaseModel):
 
 
 @router.post("/v1/scrub", responses=error_answers(Conflict))
+@needs(Scope.ADMIN, Over.ALL, act="scrub")
 async def scrub(context: ContextOf, how: Survey) -> ScrubReport:
     """Read and verify everything that is stored; the answer comes when that is done.
 
@@ -105,6 +115,7 @@ def _ended(context: Context) -> Callable[[float], bool]:
 
 
 @router.post("/v1/reindex")
+@needs(Scope.ADMIN, Over.ALL, act="reindex")
 async def reindex(context: ContextOf) -> ReindexReport:
     """Rebuild the SQL index from the store; the answer comes when that is done."""
     return await to_thread.run_sync(context.repository.reindex, limiter=context.survey_threads)

@@ -61,6 +61,22 @@ def serve(
             show_default="KVGRAFT_PORT, or 8750",
         ),
     ] = None,
+    auth: Annotated[
+        str | None,
+        typer.Option(
+            "--auth",
+            metavar="MODE",
+            help="none: loopback only; tokens: any address, and every request needs a token.",
+            show_default="KVGRAFT_AUTH, or none",
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option("--tls-cert", metavar="FILE", help="Serve HTTPS with this certificate and its chain, a PEM file."),
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option("--tls-key", metavar="FILE", help="The certificate's key, a PEM file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Serve a repository over HTTP until Ctrl-C or SIGTERM.
@@ -70,7 +86,15 @@ def serve(
     from repo_service.api import serve as serve_repository
     from repo_service.settings import load_settings
 
-    given: dict[str, Any] = {"repo": repo and expanded(repo), "index": index, "host": host, "port": port}
+    given: dict[str, Any] = {
+        "repo": repo and expanded(repo),
+        "index": index,
+        "host": host,
+        "port": port,
+        "auth": auth,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+    }
     settings = load_settings(**{name: value for name, value in given.items() if value is not None})
     if not settings.repo:
         settings = settings.model_copy(update={"repo": expanded(DEFAULT_REPO)})

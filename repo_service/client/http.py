@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import Buffer
 
 from repo_service.client.transport import RETRY_S, Transport
+from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope, check_token_id
 from repo_service.domain.canonical import canonical_json, parse_loose_json
 from repo_service.domain.digest import BLAKE3, SHA256, parse_digest, sha256_digest
 from repo_service.domain.errors import (
@@ -178,6 +179,24 @@ class HttpRepository(Repository):
         body = {"bytes_per_s": None if bytes_per_s is None else max(1, round(bytes_per_s))}
         return self._ask(ScrubReport, "POST", "/v1/scrub", body, again=False, read_s=_SURVEY_S)
 
+    def access_tokens(self) -> list[AccessToken]:
+        return self._ask(list[AccessToken], "GET", "/v1/tokens")
+
+    def create_access_token(
+        self,
+        scope: Scope,
+        namespaces: Sequence[str],
+        *,
+        lifetime_s: int | None = DEFAULT_LIFETIME_S,
+        note: str = "",
+    ) -> NewAccessToken:
+        body = {"scope": scope.value, "namespaces": list(namespaces), "lifetime_s": lifetime_s, "note": note}
+        # A lost answer leaves a token that nobody has.
+        return self._ask(NewAccessToken, "POST", "/v1/tokens", body, again=False)
+
+    def revoke_access_token(self, token_id: str) -> AccessToken:
+        return self._ask(AccessToken, "DELETE", f"/v1/tokens/{check_token_id(token_id)}")
+
     def close(self) -> None:
         self._transport.close()
 
@@ -199,7 +218,7 @@ class HttpPush(Push):
         self._repository = repository
         self._transport = transport
         self._namespace = namespace
-        self._path = f"/v1/pushes/{push_id}"
+        self._path = f"{_place(namespace)}/pushes/{push_id}"
 
     def offer(self, records: Sequence[BlockRecord]) -> list[str]:
         missing: list[str] = []

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import os
 import random
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -25,6 +27,8 @@ CONNECT_S = 5.0
 READ_S = 60.0
 RETRY_S = 30.0
 
+CA_VARIABLE = "KVGRAFT_CA_FILE"
+
 # Bytes a second. A chunk of 8 MiB then has about the 10 minutes that a service gives to it.
 _SLOWEST = 16 * 1024
 
@@ -32,7 +36,7 @@ _ATTEMPTS = 4
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 2.0
 
-_BUSY = (408, 503)
+_BUSY = (408, 429, 503)
 
 _MAX_ERROR_BYTES = 2**20
 
@@ -177,8 +181,12 @@ class Transport:
                 raise InvalidInput("the token must be printable ASCII without spaces")
             self._headers["Authorization"] = f"Bearer {token}"
         secure = parts.scheme == "https"
-        kind = urllib3.HTTPSConnectionPool if secure else urllib3.HTTPConnectionPool
-        self._pool = kind(parts.hostname or "", parts.port, maxsize=connections)
+        host = parts.hostname or ""
+        self._pool = (
+            urllib3.HTTPSConnectionPool(host, parts.port, maxsize=connections, ssl_context=_trust())
+            if secure
+            else urllib3.HTTPConnectionPool(host, parts.port, maxsize=connections)
+        )
         self._pool.ConnectionCls = _SecureConnection if secure else _Connection
 
     def call(
@@ -244,6 +252,8 @@ class Transport:
             except _Busy as busy:
                 reason, wait, last = busy.error, busy.delay_s, not again
             except _LOST as error:
+                if (distrust := _distrust(error)) is not None:
+                    raise self._untrusted(distrust) from None
                 unsent = isinstance(error, _UNSENT)
                 reason, wait, last = self._unanswered(method, error, unsent), 0.0, not (again or unsent)
                 last = last or tries == _ATTEMPTS
@@ -282,11 +292,41 @@ class Transport:
                 answer.close()
             answer.release_conn()
 
+    def _untrusted(self, error: ssl.SSLCertVerificationError) -> Unavailable:
+        return Unavailable(
+            f"the certificate of {self.url} is not trusted ({error.verify_message}): check the address, or name the file of "
+            f"the certificate's authority in {CA_VARIABLE}",
+            url=self.url,
+        )
+
     def _unanswered(self, method: str, error: Exception, unsent: bool) -> Unavailable:
         text = str(error).rpartition(": ")[2] or type(error).__name__
         what = "is too slow" if isinstance(error, _TooSlow) else "does not answer"
         doubt = "" if unsent or method == "GET" else f"; whether the {method} was carried out is unknown"
         return Unavailable(f"{self.url} {what} ({text[:200]}){doubt}", url=self.url)
+
+
+def _distrust(error: Exception) -> ssl.SSLCertVerificationError | None:
+    """What is wrong with the peer's certificate, which no further attempt would mend."""
+    cause = error.args[0] if isinstance(error, urllib3.exceptions.SSLError) and error.args else None
+    return cause if isinstance(cause, ssl.SSLCertVerificationError) else None
+
+
+def _trust() -> ssl.SSLContext:
+    """The system's authorities, and those in the file that `CA_VARIABLE` names.
+
+    Raises
+    ------
+    InvalidInput
+    """
+    context = ssl.create_default_context()
+    if path := os.environ.get(CA_VARIABLE):
+        try:
+            context.load_verify_locations(path)
+        except OSError as error:
+            reason = error.strerror or error
+            raise InvalidInput(f"{CA_VARIABLE} names {path}, which holds no certificates in PEM ({reason})") from None
+    return context
 
 
 def _read(answer: urllib3.HTTPResponse, limit: int) -> bytes:

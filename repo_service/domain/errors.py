@@ -18,7 +18,8 @@
     │   ├── ArtifactNotFound
     │   ├── TagNotFound
     │   ├── PushNotFound
-    │   └── ChunkNotFound        a chunk that the artifact does not hold
+    │   ├── ChunkNotFound        a chunk that the artifact does not hold
+    │   └── TokenNotFound        an access token
     ├── Conflict
     │   ├── Divergence           other bytes under an existing block key (I2)
     │   ├── ChunksMissing        a commit before every chunk has arrived
@@ -32,8 +33,10 @@
     │   ├── StorageFull
     │   │   └── QuotaExceeded    a push beyond what its namespace may hold
     │   ├── Unavailable          the service or its storage does not answer
+    │   │   └── RateLimited      more requests or bytes than a namespace may have in a second
     │   └── ServiceError         an answer from the service that no client understands
     ├── AccessDenied             a request without the rights it needs
+    │   └── Unauthenticated      a request without a valid token
     ├── PortInUse
     ├── ModelUnavailable         a model that can't be had: not found, altered, or not convertible
     └── ExactnessError
@@ -135,6 +138,10 @@ class ChunkNotFound(NotFound):
     code = "chunk_not_found"
 
 
+class TokenNotFound(NotFound):
+    code = "token_not_found"
+
+
 class Conflict(KvgraftError):
     code = "conflict"
 
@@ -191,12 +198,20 @@ class Unavailable(RepositoryError):
     code = "unavailable"
 
 
+class RateLimited(Unavailable):
+    code = "rate_limited"
+
+
 class ServiceError(RepositoryError):
     code = "service_error"
 
 
 class AccessDenied(KvgraftError):
     code = "access_denied"
+
+
+class Unauthenticated(AccessDenied):
+    code = "unauthenticated"
 
 
 class PortInUse(KvgraftError):

@@ -10,6 +10,7 @@ from typing import Self
 
 from typing_extensions import Buffer
 
+from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope
 from repo_service.domain.errors import KvgraftError
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
@@ -208,6 +209,42 @@ class Repository(ABC):
         ----------
         bytes_per_s
             Most bytes of chunks to read in a second.
+        """
+
+    @abstractmethod
+    def access_tokens(self) -> list[AccessToken]:
+        """Tokens of the service, newest first, at most 1,000; those that are no longer valid too."""
+
+    @abstractmethod
+    def create_access_token(
+        self,
+        scope: Scope,
+        namespaces: Sequence[str],
+        *,
+        lifetime_s: int | None = DEFAULT_LIFETIME_S,
+        note: str = "",
+    ) -> NewAccessToken:
+        """Make a token for the service over this repository.
+
+        Parameters
+        ----------
+        namespaces
+            Where it is valid; ``["*"]`` for every namespace.
+        lifetime_s
+            Seconds until it expires; None for never.
+
+        Raises
+        ------
+        InvalidInput, MalformedName
+        """
+
+    @abstractmethod
+    def revoke_access_token(self, token_id: str) -> AccessToken:
+        """End a token; services take it for at most 5 s more.
+
+        Raises
+        ------
+        TokenNotFound
         """
 
     @abstractmethod

@@ -189,7 +189,7 @@ class StorageReport(View):
 
 
 class DeleteReport(View):
-    """What a deletion freed."""
+    """What a namespace gave up with an artifact."""
 
     artifact_id: str
     tags: list[str]

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Self
 
+from repo_service.domain.access import AccessToken
 from repo_service.domain.digest import SHA256, format_digest
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.views import ArtifactInfo, ArtifactPage, ArtifactQuery, Divergence, Match, Stats, TagInfo
 from repo_service.index import (
+    access,
     divergences,
     dump,
     lookup,
@@ -110,10 +112,10 @@ class Index(Upkeep):
         with self._database.write() as connection:
             pushes.begin(connection, push_id, namespace, fingerprint, expires_at)
 
-    def push(self, push_id: str) -> PushRow:
-        """A running push; raises `PushNotFound` if there is none or it has expired."""
+    def push(self, push_id: str, namespace: str | None = None) -> PushRow:
+        """A running push, of ``namespace`` if one is given; raises `PushNotFound` if there is none or it has expired."""
         with self._database.read() as connection:
-            return pushes.find(connection, push_id)
+            return pushes.find(connection, push_id, namespace)
 
     def offer(
         self,
@@ -147,10 +149,10 @@ class Index(Upkeep):
         with self._database.write() as connection:
             return pushes.offer(connection, push_id, records, specs, quota)
 
-    def wanted(self, push_id: str, digest: str) -> ChunkSpec:
-        """What a chunk of a push must be; raises `PushNotFound`, or `ChunkNotFound` if no offer named it."""
+    def wanted(self, push_id: str, digest: str, namespace: str | None = None) -> ChunkSpec:
+        """What a chunk of a push must be; raises as `push` does, or `ChunkNotFound` if no offer named it."""
         with self._database.read() as connection:
-            return pushes.wanted(connection, push_id, digest)
+            return pushes.wanted(connection, push_id, digest, namespace)
 
     def arrived(self, push_id: str, digest: str) -> None:
         """Note that a chunk is in the store; raises as `wanted` does. Call it once the bytes are durable."""
@@ -174,10 +176,10 @@ class Index(Upkeep):
         with self._database.read() as connection:
             return pushes.unarrived(connection, push_id, digests)
 
-    def end_push(self, push_id: str) -> None:
-        """Forget a push, committed or given up; harmless if it is forgotten already."""
+    def end_push(self, push_id: str, namespace: str | None = None) -> None:
+        """Forget a push, committed or given up; harmless if there is none, or none in ``namespace``."""
         with self._database.write() as connection:
-            pushes.end(connection, push_id)
+            pushes.end(connection, push_id, namespace)
 
     def expire_pushes(self, now: datetime) -> int:
         """Forget the pushes whose lease has run out; returns their number."""
@@ -338,6 +340,26 @@ class Index(Upkeep):
         """Recorded divergences, newest first, at most 1,000."""
         with self._database.read() as connection:
             return divergences.newest(connection, namespace)
+
+    def add_token(self, token: AccessToken, secret_digest: bytes) -> None:
+        """Keep an access token, with the SHA-256 of its secret; reindexing leaves it alone."""
+        with self._database.write_durably() as connection:
+            access.add(connection, token, secret_digest)
+
+    def token(self, token_id: str) -> tuple[AccessToken, bytes] | None:
+        """An access token, valid or not, and the SHA-256 of its secret."""
+        with self._database.read() as connection:
+            return access.find(connection, token_id)
+
+    def tokens(self) -> list[AccessToken]:
+        """Access tokens, newest first, at most 1,000."""
+        with self._database.read() as connection:
+            return access.newest(connection)
+
+    def revoke_token(self, token_id: str, at: datetime) -> AccessToken:
+        """End a token now, for good; raises `TokenNotFound`. One that is revoked already stays as it is."""
+        with self._database.write_durably() as connection:
+            return access.revoke(connection, token_id, at)
 
     def dump(self) -> dict[str, list[tuple[Any, ...]]]:
         """Every row derived from the store, without row numbers: equal indexes give equal dumps."""

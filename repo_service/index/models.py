@@ -1,7 +1,7 @@
 """The tables. Integer surrogate keys, digests as 32 bytes, times as UTC microseconds.
 
 Everything but ``pushes``, ``push_blocks``, ``push_chunks``, ``loose_records``, ``unsettled``, ``meta``,
-an artifact's last use and the chunks that no artifact refers to can be rebuilt from the store. A row of ``blocks`` exists only while a
+``tokens``, an artifact's last use and the chunks that no artifact refers to can be rebuilt from the store. A row of ``blocks`` exists only while a
 published artifact of its namespace refers to it.
 """
 
@@ -280,3 +280,19 @@ class Unsettled(Base):
     kind: Mapped[str] = mapped_column(primary_key=True)
     namespace: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
+
+
+class TokenRow(Base):
+    """An access token: ``name`` is its public id, ``namespaces`` a JSON list."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(unique=True)
+    secret_digest: Mapped[bytes]
+    scope: Mapped[str]
+    namespaces: Mapped[str]
+    note: Mapped[str]
+    created_at: Mapped[int] = mapped_column(index=True)
+    expires_at: Mapped[int | None]
+    revoked_at: Mapped[int | None]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, delete, exists, insert, literal, select, update
+from sqlalchemy import Connection, Row, Text, bindparam, delete, exists, func, insert, literal, select, update
 
 from repo_service.domain.canonical import canonical_json, parse_loose_json
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
@@ -57,7 +57,11 @@ _DOCUMENTS = select(PushBlock.key, PushBlock.document).join(
 
 _PUSH = select(
     PushRecord.id, PushRecord.namespace, PushRecord.fingerprint, PushRecord.lease, PushRecord.expires_at
-).where(PushRecord.name == bindparam("push"))
+).where(
+    PushRecord.name == bindparam("push"),
+    # One of another namespace is not found, in as much time as one that is not there (I7).
+    PushRecord.namespace == func.coalesce(bindparam("of", type_=Text), PushRecord.namespace),
+)
 _OFFERED = (
     select(Chunk.id, Chunk.state, PushChunk.dtype, PushChunk.shape)
     .join(PushChunk, PushChunk.chunk_id == Chunk.id)
@@ -84,8 +88,8 @@ def begin(connection: Connection, name: str, namespace: str, fingerprint: Finger
     )
 
 
-def find(connection: Connection, name: str) -> PushRow:
-    row = _live(connection, name)
+def find(connection: Connection, name: str, namespace: str | None = None) -> PushRow:
+    row = _live(connection, name, namespace)
     sections = parse_loose_json(row.fingerprint.encode(), what="fingerprint of the push")
     return PushRow(row.namespace, Fingerprint(sections))
 
@@ -131,8 +135,8 @@ def offer(
     return Offered(missing, [])
 
 
-def wanted(connection: Connection, name: str, digest: str) -> ChunkSpec:
-    return chunks.spec_of(_offered(connection, _live(connection, name), digest))
+def wanted(connection: Connection, name: str, digest: str, namespace: str | None = None) -> ChunkSpec:
+    return chunks.spec_of(_offered(connection, _live(connection, name, namespace), digest))
 
 
 def arrived(connection: Connection, name: str, digest: str) -> None:
@@ -164,8 +168,8 @@ def unarrived(connection: Connection, name: str, digests: Sequence[str]) -> list
     return [text for text, digest in zip(digests, raw, strict=True) if digest not in present]
 
 
-def end(connection: Connection, name: str) -> None:
-    row = connection.execute(select(PushRecord.id, PushRecord.namespace).where(PushRecord.name == name)).first()
+def end(connection: Connection, name: str, namespace: str | None = None) -> None:
+    row = connection.execute(_PUSH, {"push": name, "of": namespace}).first()
     if row is None:
         return
     chunks.release_pushed(connection, row.id)
@@ -201,8 +205,8 @@ def _divergent(connection: Connection, namespace: str, records: Sequence[BlockRe
     return [(by_key[key], format_digest(SHA256, record)) for key, record in stored.items()]
 
 
-def _live(connection: Connection, name: str) -> Row[*tuple[Any, ...]]:
-    row = connection.execute(_PUSH, {"push": name}).first()
+def _live(connection: Connection, name: str, namespace: str | None = None) -> Row[*tuple[Any, ...]]:
+    row = connection.execute(_PUSH, {"push": name, "of": namespace}).first()
     if row is None or row.expires_at <= times.now():
         raise PushNotFound(
             f"no push {name} is running: it was committed or aborted, or it expired; begin a new one", push_id=name

@@ -27,7 +27,7 @@ Remove = Callable[[list[tuple[str, str]], list[str]], None]
 
 @dataclass(frozen=True)
 class Reclaimed:
-    """One batch: chunks removed whose bytes were there, their bytes, and whether more may be left."""
+    """One batch: chunks whose bytes were there, their bytes, and whether more may be left."""
 
     chunks: int
     bytes: int
@@ -45,6 +45,7 @@ class Reclaimable:
 
 _OTHER = Chunk.__table__.alias("other")
 _VICTIMS = select(
+    Chunk.namespace,
     Chunk.digest,
     Chunk.size,
     Chunk.state,
@@ -85,8 +86,11 @@ def listed(connection: Connection, expired_pushes: int) -> Reclaimable:
     )
 
 
-def reclaim(connection: Connection, remove: Remove) -> Reclaimed:
+def reclaim(connection: Connection, remove: Remove, namespace: str | None = None) -> Reclaimed:
     """Remove one batch from the store and from the index, all under the write lock.
+
+    Counted is what left the store, or, for a namespace, what it gave up, whether or not others keep the
+    bytes: it must not learn that from the difference (I7).
 
     An offer waits for the lock, then finds no row and is told that the chunk is missing; one that
     came before has turned the row back to AWAITED, which keeps the bytes.
@@ -94,7 +98,8 @@ def reclaim(connection: Connection, remove: Remove) -> Reclaimed:
     victims = connection.execute(_VICTIMS.limit(BATCH)).all()
     records = connection.execute(_RECORDS.limit(BATCH)).all()
     # Several namespaces may have let go of the same bytes.
-    sizes = {row.digest: row.size for row in victims if not row.kept and row.state == ChunkState.DOOMED}
+    given_up = [row for row in victims if (not row.kept if namespace is None else row.namespace == namespace)]
+    sizes = {row.digest: row.size for row in given_up if row.state == ChunkState.DOOMED}
     digests = {row.digest for row in victims if not row.kept}
     keys = [(row.namespace, format_digest(SHA256, row.key)) for row in records if not row.kept]
     if keys or digests:

@@ -58,7 +58,7 @@ class Upkeep:
         with self._database.write_durably() as connection:
             return unsettled.settle(connection, look, remove, found)
 
-    def reclaim(self, remove: Remove) -> tuple[int, int]:
+    def reclaim(self, remove: Remove, namespace: str | None = None) -> tuple[int, int]:
         """Free the chunks and block records that no artifact and no running push of any namespace needs.
 
         Parameters
@@ -67,11 +67,13 @@ class Upkeep:
             Called, maybe several times, with ``(namespace, key)`` of block records and with chunk
             digests to remove from the store, while the write lock is held; it must not use the index.
             If it raises, what was listed stays reclaimable.
+        namespace
+            Whose chunks to count; by default what left the store.
 
         Returns
         -------
         tuple
-            Number of chunks freed and their bytes.
+            Number of chunks freed, or given up by the namespace, and their bytes.
         """
         with self._database.write_durably() as connection:
             reclaim.doom(connection)
@@ -79,7 +81,7 @@ class Upkeep:
         more = True
         while more:
             with self._database.write_durably() as connection:
-                batch = reclaim.reclaim(connection, remove)
+                batch = reclaim.reclaim(connection, remove, namespace)
             count, size, more = count + batch.chunks, size + batch.bytes, batch.more
         return count, size
 

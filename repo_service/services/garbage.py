@@ -7,8 +7,6 @@ young objects that no row knows, and a lock tells a temp file's dead writer from
 
 from __future__ import annotations
 
-import json
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -19,6 +17,7 @@ from repo_service.domain.digest import BLAKE3, SHA256
 from repo_service.domain.errors import UNREADABLE
 from repo_service.domain.views import GarbageReport, Removed
 from repo_service.index import ENTRY, TAG, Index, LetGo, Noted, Objects
+from repo_service.services.audit import record
 from repo_service.services.documents import (
     ARTIFACTS,
     BLOCKS,
@@ -36,9 +35,6 @@ from repo_service.services.settle import settle
 from repo_service.storage import Store
 
 GRACE_S = 3600.0
-
-audit = logging.getLogger("kvgraft.audit")
-"""One line of JSON for everything that is removed."""
 
 _BATCH = 500
 _QUARANTINED_S = 30 * 24 * 3600.0
@@ -129,10 +125,13 @@ def collect_garbage(
     )
 
 
-def remove_unneeded(store: Store, index: Index, artifact_id: str) -> tuple[int, int]:
-    """Free what nothing refers to now that an artifact is unpublished; returns the number of chunks and their bytes."""
+def remove_unneeded(store: Store, index: Index, artifact_id: str, namespace: str) -> tuple[int, int]:
+    """Free what nothing refers to now that an artifact is unpublished.
+
+    Returns the number of chunks that the namespace gave up, and their bytes.
+    """
     removed = _Tally(dry_run=False)
-    freed = removed.reclaim(store, index)
+    freed = removed.reclaim(store, index, namespace)
     removed.sweep(store, index, Objects(manifests=[artifact_id]))
     return freed
 
@@ -157,8 +156,7 @@ class _Tally:
         if len(self.first) < _LISTED:
             self.first.append(removed)
         if not self.dry_run:
-            at = datetime.now(UTC).isoformat(timespec="milliseconds")
-            audit.info("%s", json.dumps({"at": at, "removed": removed.model_dump(exclude_none=True)}))
+            record(removed=removed.model_dump(exclude_none=True))
 
     def remove(self, store: Store, objects: Objects, reason: str) -> None:
         """Remove those of the objects that are there, or, in a dry run, say so."""
@@ -170,11 +168,11 @@ class _Tally:
                 store.delete(key, durable=False)
             self.note(kind, name, reason, namespace)
 
-    def reclaim(self, store: Store, index: Index) -> tuple[int, int]:
-        """Remove the chunks and block records that nothing refers to; returns the number of chunks and their bytes."""
+    def reclaim(self, store: Store, index: Index, namespace: str | None = None) -> tuple[int, int]:
+        """Remove the chunks and block records that nothing refers to; returns what `Index.reclaim` does."""
         # An entry that a crash left without rows still needs what it names.
         settle(store, index)
-        return index.reclaim(lambda records, chunks: self.remove(store, Objects(chunks, records), _UNNEEDED))
+        return index.reclaim(lambda records, chunks: self.remove(store, Objects(chunks, records), _UNNEEDED), namespace)
 
     def sweep(self, store: Store, index: Index, objects: Objects) -> None:
         """Remove those of the objects that no row knows."""

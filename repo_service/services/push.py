@@ -71,11 +71,11 @@ def begin_push(
     settle(store, index)
     index.expire_pushes(now)
     index.begin_push(push_id, namespace, fingerprint, now + LEASE)
-    return LocalPush(store, index, push_id, ready)
+    return LocalPush(store, index, push_id, namespace, ready)
 
 
 class LocalPush(Push):
-    """A push whose whole state is in the index, so that any process can take it up by its id.
+    """A push whose whole state is in the index, so that any process can take it up by its id and namespace.
 
     Parameters
     ----------
@@ -83,14 +83,17 @@ class LocalPush(Push):
         Called before a commit; raises where the index may not publish.
     """
 
-    def __init__(self, store: Store, index: Index, push_id: str, ready: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, store: Store, index: Index, push_id: str, namespace: str, ready: Callable[[], object] = lambda: None
+    ) -> None:
         self.id = push_id
+        self._namespace = namespace
         self._store = store
         self._index = index
         self._ready = ready
 
     def offer(self, records: Sequence[BlockRecord]) -> list[str]:
-        push = self._index.push(self.id)
+        push = self._index.push(self.id, self._namespace)
         layout = Layout.of(push.fingerprint)
         specs: dict[str, ChunkSpec] = {}
         for record in records:
@@ -106,7 +109,7 @@ class LocalPush(Push):
         if not 0 < token_count <= MAX_TOKENS or len(chunks) != token_chunk_count(token_count):
             raise MalformedDocument(f"{len(chunks)} token chunks for {token_count} tokens")
         spec = token_chunk_spec(token_count)
-        push = self._index.push(self.id)
+        push = self._index.push(self.id, self._namespace)
         return self._offer(push.namespace, [], dict.fromkeys(chunks, spec)).missing
 
     def _offer(self, namespace: str, records: Sequence[BlockRecord], specs: Mapping[str, ChunkSpec]) -> Offered:
@@ -125,7 +128,7 @@ class LocalPush(Push):
             raise
 
     def put(self, digest: str, data: Buffer) -> None:
-        spec = self._index.wanted(self.id, digest)
+        spec = self._index.wanted(self.id, digest, self._namespace)
         size = memoryview(data).nbytes
         if size != spec.size:
             raise SizeMismatch(f"the chunk {digest} must have {spec.size} bytes; {size} came", digest=digest)
@@ -137,7 +140,7 @@ class LocalPush(Push):
 
     def commit(self, manifest: Manifest) -> ArtifactInfo:
         self._ready()
-        push = self._index.push(self.id)
+        push = self._index.push(self.id, self._namespace)
         if manifest.fingerprint.id != push.fingerprint.id:
             raise MalformedDocument(
                 f"the manifest has the fingerprint {manifest.fingerprint.id}; the push began with {push.fingerprint.id}"
@@ -163,9 +166,11 @@ class LocalPush(Push):
         if tokens is not None:
             manifest.check_keys(records, tokens)
         documents = {block_record_key(push.namespace, record.key): record.data for record in records}
-        documents[manifest_key(manifest.id)] = manifest.data
         with ThreadPoolExecutor(_RECORD_WRITERS) as pool:
             list(pool.map(self._store.put_if_absent, documents, documents.values()))
+        # Namespaces share it: to leave it out where another has it would tell so by the time saved (I7).
+        self._store.put(manifest_key(manifest.id), manifest.data)
+        documents[manifest_key(manifest.id)] = manifest.data
 
         def write(info: ArtifactInfo) -> None:
             # No artifact is published with other records. What differs was left by a push that came to
@@ -188,7 +193,7 @@ class LocalPush(Push):
         return info
 
     def abort(self) -> None:
-        self._index.end_push(self.id)
+        self._index.end_push(self.id, self._namespace)
 
     def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> NoReturn:
         """Record a divergence and refuse the push."""

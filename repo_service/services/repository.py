@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
 
+from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope, check_token_id
 from repo_service.domain.canonical import check_canonical
 from repo_service.domain.digest import BLAKE3
 from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError
@@ -33,6 +34,7 @@ from repo_service.domain.views import (
     TagInfo,
 )
 from repo_service.index import Index
+from repo_service.services.access import Recognition, create_token
 from repo_service.services.documents import ENTRIES, seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
 from repo_service.services.marker import open_marker
@@ -110,6 +112,11 @@ class LocalRepository(Repository):
     """A store and its index.
 
     Several processes may open one repository at once, reading and writing.
+
+    Attributes
+    ----------
+    recognition
+        Tells who the access tokens of requests belong to.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class LocalRepository(Repository):
         self._owner = owner
         self._holdings = Holdings(store, index)
         self._clock = Clock()
+        self.recognition = Recognition(index)
 
     def info(self) -> RepositoryInfo:
         return RepositoryInfo(repository_id=self._id, format_version=FORMAT_VERSION, server_version=__version__)
@@ -133,9 +141,9 @@ class LocalRepository(Repository):
         self._check_owner()
         return begin_push(self._store, self._index, fingerprint, namespace, self._check_owner)
 
-    def resume_push(self, push_id: str) -> LocalPush:
-        """Take up a push that another process or request began."""
-        return LocalPush(self._store, self._index, push_id, self._check_owner)
+    def resume_push(self, push_id: str, namespace: str) -> LocalPush:
+        """Take up a push that another process or request began in the namespace."""
+        return LocalPush(self._store, self._index, push_id, namespace, self._check_owner)
 
     def _check_owner(self) -> None:
         """Raise `Conflict` if the store has become another index's since it was opened."""
@@ -240,7 +248,9 @@ class LocalRepository(Repository):
         self._check_owner()
         tags = self._reserve.spent_on(lambda: withdraw(self._store, self._index, artifact))
         self._holdings.forget(namespace, artifact.id)
-        chunks, freed = self._reserve.spent_on(lambda: remove_unneeded(self._store, self._index, artifact.id))
+        chunks, freed = self._reserve.spent_on(
+            lambda: remove_unneeded(self._store, self._index, artifact.id, namespace)
+        )
         return DeleteReport(artifact_id=artifact.id, tags=tags, chunks=chunks, bytes=freed)
 
     def check(self, ref: str, namespace: str) -> StorageReport:
@@ -292,6 +302,22 @@ class LocalRepository(Repository):
     def alone(self, job: str) -> AbstractContextManager[bool]:
         """True inside the block if no other process that serves this repository is inside one for the same job."""
         return self._index.alone(job)
+
+    def access_tokens(self) -> list[AccessToken]:
+        return self._index.tokens()
+
+    def create_access_token(
+        self,
+        scope: Scope,
+        namespaces: Sequence[str],
+        *,
+        lifetime_s: int | None = DEFAULT_LIFETIME_S,
+        note: str = "",
+    ) -> NewAccessToken:
+        return create_token(self._index, scope, namespaces, lifetime_s=lifetime_s, note=note)
+
+    def revoke_access_token(self, token_id: str) -> AccessToken:
+        return self._index.revoke_token(check_token_id(token_id), datetime.now(UTC))
 
     def close(self) -> None:
         self._index.close()

@@ -149,7 +149,7 @@ def begin(opened: Opened, what: Artifact, lease_s: float, generator: random.Rand
     name = f"short{generator.randrange(10**12)}"
     expires = datetime.now(UTC) + timedelta(seconds=lease_s)
     opened.index.begin_push(name, DEFAULT_NAMESPACE, what[0].fingerprint, expires)
-    return opened.repository.resume_push(name)
+    return opened.repository.resume_push(name, DEFAULT_NAMESPACE)
 
 
 def leave(opened: Opened, what: Artifact, lease_s: float, generator: random.Random) -> None:

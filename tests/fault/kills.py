@@ -291,7 +291,7 @@ class Trial:
         name = f"abandoned{self.generator.randrange(10**9)}"
         lease = datetime.now(UTC) + timedelta(milliseconds=200)
         opened.index.begin_push(name, DEFAULT_NAMESPACE, manifest.fingerprint, lease)
-        running = opened.repository.resume_push(name)
+        running = opened.repository.resume_push(name, DEFAULT_NAMESPACE)
         for digest in running.offer(records)[:5]:
             running.put(digest, contents[digest])
 

@@ -1,0 +1,64 @@
+"""Who did what: a line in the audit log for each act of a caller, with its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import Message, Scope, Send
+
+from repo_service.api.errors import OUTCOME
+from repo_service.domain.errors import KvgraftError
+from repo_service.services.audit import record
+
+ANONYMOUS = "anonymous"
+REQUEST_ID = "x-request-id"
+
+DONE = "done"
+UNANSWERED = "unanswered"
+
+_WHAT = "kvgraft.what"
+_LONGEST = 200
+
+
+def note(request: Request, **what: Any) -> None:
+    """Add what the path does not say to the line for this request; values are JSON."""
+    request.scope.setdefault(_WHAT, {}).update(what)
+
+
+@contextmanager
+def recorded(scope: Scope, act: str, token_id: str | None, namespace: str | None, send: Send) -> Iterator[Send]:
+    """Write the line for a request when the block ends; gives what its answer is to be sent through."""
+    status = 0
+
+    async def watched(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        await send(message)
+
+    outcome = UNANSWERED
+    try:
+        yield watched
+        if status:
+            outcome = scope.get(OUTCOME, str(status)) if status >= 400 else DONE
+    except KvgraftError as error:
+        outcome = error.code
+        raise
+    except Exception:
+        outcome = KvgraftError.code
+        raise
+    finally:
+        what = {name: str(value)[:_LONGEST] for name, value in scope["path_params"].items() if name != "namespace"}
+        where = {} if namespace is None else {"namespace": namespace[:_LONGEST]}
+        record(who=_who(scope, token_id), did=act, **where, what=what | scope.get(_WHAT, {}), outcome=outcome)
+
+
+def _who(scope: Scope, token_id: str | None) -> dict[str, str | None]:
+    client = scope.get("client")
+    who = {"token": token_id or ANONYMOUS, "address": client[0] if client else None}
+    request_id = Headers(scope=scope).get(REQUEST_ID)
+    return who if request_id is None else {**who, "request": request_id[:_LONGEST]}
