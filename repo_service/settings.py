@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -49,6 +49,12 @@ class Settings(BaseSettings):
     scrub_mib_per_second: float = Field(64, gt=0, le=10**6, description="Most MiB that such a scrub reads in a second.")
     audit_log: str = Field(
         "", description="File that a line is added to for everything that is removed; without one, standard error."
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Lines of the log, on standard error: text, or json for one object each."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level that is logged: debug, info (a line for each request), warning or error."
     )
     shutdown_seconds: int = Field(30, ge=0, le=3600, description="Time for running requests to end after SIGTERM.")
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from repo_service.api import artifact_routes, chunk_routes, push_routes, service_routes
 from repo_service.api.context import NAMESPACE_PARAMETER, Context
 from repo_service.api.errors import ErrorAnswer, error_answers, install_error_handlers
 from repo_service.api.loopback import LoopbackOnly
+from repo_service.api.observed import Observed
 from repo_service.domain.errors import KvgraftError, MalformedRequest
 from repo_service.services.repository import LocalRepository
 from repo_service.settings import Settings
@@ -28,6 +30,10 @@ class _Application(FastAPI):
                 for operation in operations.values() if "{namespace}" in path else ():
                     operation.setdefault("parameters", []).insert(0, NAMESPACE_PARAMETER)
         return schema
+
+    def build_middleware_stack(self) -> ASGIApp:
+        # Outside of everything, also of what answers an unexpected exception.
+        return Observed(super().build_middleware_stack(), self.state.context.metrics)
 
 
 def create_app(repository: LocalRepository, settings: Settings) -> FastAPI:

@@ -80,7 +80,7 @@ async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
         try:
             view = context.zarr_view(ref, namespace)
         except (ArtifactNotFound, TagNotFound) as error:
-            return error_answer(error, GONE)
+            return error_answer(request, error, GONE)
         cache = IMMUTABLE if ref == view.manifest.id else REVALIDATED
         document = view.hierarchy.documents.get(key)
         if document is not None:

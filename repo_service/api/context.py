@@ -8,6 +8,8 @@ from anyio import CapacityLimiter
 from fastapi import Depends, Path, Request
 
 from repo_service.api.gates import ChunkBuffers, Gate
+from repo_service.api.metrics import Metrics, Present
+from repo_service.api.readiness import Readiness
 from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.services.repository import LocalRepository
 from repo_service.services.zarr_view import ZarrView
@@ -32,17 +34,30 @@ class Context:
         The turn to send a manifest or a page of block records.
     chunk_threads, survey_threads
         Limiters for the worker threads of chunk transfers, and of checks and rebuilds.
+    readiness
+        Whether store and index answer.
+    metrics, present
+        What is counted, and what is read off when somebody asks.
     """
 
     def __init__(self, repository: LocalRepository, settings: Settings) -> None:
         self.repository = repository
         self.settings = settings
         queue, wait = settings.queue, settings.queue_seconds
-        self.buffers = ChunkBuffers(Gate(settings.chunk_transfers, queue, wait, "chunk transfers"))
+        chunks = Gate(settings.chunk_transfers, queue, wait, "chunk transfers")
+        self.buffers = ChunkBuffers(chunks)
         self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
         self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
         self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
         self.survey_threads = CapacityLimiter(_SURVEYS)
+        self.readiness = Readiness(repository)
+        self.metrics = Metrics()
+        self.present = Present(
+            {"chunks": chunks, "documents": self.documents, "answers": self.answers},
+            {"chunk_threads": self.chunk_threads, "surveys": self.survey_threads},
+        )
+        self.metrics.registry.register(self.present)
+        repository.observer = self.metrics
         self._views: dict[tuple[str, str], ZarrView] = {}
 
     def zarr_view(self, ref: str, namespace: str) -> ZarrView:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from repo_service.api.logs import REQUEST_ID
 from repo_service.domain.errors import KvgraftError, MalformedDocument, MalformedRequest
 
 STATUS: Mapping[str, int] = {
@@ -109,13 +110,14 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-async def _kvgraft_error(_: Request, error: Exception) -> JSONResponse:
+async def _kvgraft_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KvgraftError)
-    return error_answer(error, STATUS[error.code])
+    return error_answer(request, error, STATUS[error.code])
 
 
-def error_answer(error: KvgraftError, status: int) -> JSONResponse:
+def error_answer(request: Request, error: KvgraftError, status: int) -> JSONResponse:
     """An error's JSON under a status of its own."""
+    request.app.state.context.metrics.error(error.code)
     if status >= 500:
         _log.log(logging.INFO if status == 503 else logging.ERROR, "%s: %s", error.code, error.message)
     return JSONResponse({"error": error.to_json()}, status, _RETRY_AFTER if status == 503 else None)
@@ -137,6 +139,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"there is no route {request.url.path[:200]}: see /v1/openapi.json"
     elif status == 405:
         message = f"{request.url.path[:200]} does not answer {request.method}, only {headers.get('Allow')}"
+    request.app.state.context.metrics.error(code)
     return JSONResponse(error_body(code, message, {}), status, headers)
 
 
@@ -150,7 +153,8 @@ async def _disconnected(_: Request, __: Exception) -> JSONResponse:
     return JSONResponse(error_body("request_timeout", "the client closed the connection", {}), 408)
 
 
-async def _unexpected(_: Request, __: Exception) -> JSONResponse:
-    """The server logs the exception with its traceback; the client gets none of it."""
+async def _unexpected(request: Request, _: Exception) -> JSONResponse:
+    """The server logs the exception with its traceback; the client gets none of it, but the id to find it by."""
+    request.app.state.context.metrics.error(KvgraftError.code)
     message = "the service failed in a way that it should not; its log has the details"
-    return JSONResponse(error_body(KvgraftError.code, message, {}), 500)
+    return JSONResponse(error_body(KvgraftError.code, message, {"request_id": REQUEST_ID.get()}), 500)

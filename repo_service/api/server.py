@@ -13,7 +13,9 @@ import uvicorn
 
 from repo_service.api.app import create_app
 from repo_service.api.connection import connection_class
+from repo_service.api.context import Context
 from repo_service.api.jobs import audited, running
+from repo_service.api.logs import logged
 from repo_service.api.loopback import check_host
 from repo_service.domain.errors import InvalidInput, PortInUse
 from repo_service.services.repository import LocalRepository, open_local
@@ -45,6 +47,7 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
         raise InvalidInput("no repository to serve: give its URL (KVGRAFT_REPO), file:///absolute/path or memory:")
     with (
         ExitStack() as stack,
+        logged(settings),
         audited(settings),
         listen(settings) as listener,
         open_local(settings.repo) as repository,
@@ -85,12 +88,15 @@ def address(listener: socket.socket) -> str:
 
 def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Server:
     """A server for an open repository; run it with ``run(sockets=[listen(settings)])``."""
-    return uvicorn.Server(
+    app = create_app(repository, settings)
+    context: Context = app.state.context
+    server = uvicorn.Server(
         uvicorn.Config(
-            create_app(repository, settings),
-            http=connection_class(settings),
+            app,
+            http=connection_class(settings, context.metrics.refused),
             ws="none",
             lifespan="off",
+            log_config=None,
             log_level="warning",
             access_log=False,
             proxy_headers=False,
@@ -99,6 +105,8 @@ def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Serv
             timeout_graceful_shutdown=settings.shutdown_seconds,
         )
     )
+    context.present.connections = lambda: len(server.server_state.connections)
+    return server
 
 
 @contextmanager

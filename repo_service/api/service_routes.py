@@ -6,7 +6,8 @@ from functools import partial
 from typing import Literal
 
 from anyio import to_thread
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from repo_service.api.context import ContextOf
@@ -26,15 +27,27 @@ class Health(BaseModel):
 
 @router.get("/healthz")
 async def healthz() -> Health:
-    """Alive; says nothing about the repository."""
+    """Alive; touches neither the store nor the index."""
     return Health()
 
 
 @router.get("/readyz", responses=error_answers(Unavailable))
-def readyz(context: ContextOf) -> Health:
-    """Able to work: reads one object of the store and one row of the index."""
-    context.repository.probe()
+async def readyz(context: ContextOf) -> Health:
+    """Able to work: store and index both answer within 2 s. ``details.down`` of a 503 names what does not."""
+    await context.readiness.check()
     return Health()
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"description": "Prometheus text format.", "content": {"text/plain": {}}}},
+)
+async def get_metrics(context: ContextOf) -> Response:
+    """Everything that is counted, for Prometheus; asks store and index as readyz does."""
+    context.present.answers = await context.readiness.answers()
+    context.present.threads = to_thread.current_default_thread_limiter()
+    return Response(generate_latest(context.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @router.get("/v1/info")

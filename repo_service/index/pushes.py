@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, delete, exists, insert, literal, select, update
+from sqlalchemy import Connection, Row, bindparam, delete, exists, func, insert, literal, select, update
 
 from repo_service.domain.canonical import canonical_json, parse_loose_json
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
@@ -186,6 +186,11 @@ def expire(connection: Connection, now: datetime) -> int:
     for name in names:
         end(connection, name)
     return len(names)
+
+
+def running(connection: Connection) -> int:
+    count = select(func.count()).select_from(PushRecord).where(PushRecord.expires_at > times.now())
+    return connection.scalars(count).one()
 
 
 def divergent_blocks(connection: Connection, namespace: str, blocks: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
