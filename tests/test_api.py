@@ -69,10 +69,10 @@ def error_of(answer: urllib3.BaseHTTPResponse) -> tuple[int, str]:
 
 
 @contextmanager
-def serving(root: Path, **settings: Any) -> Iterator[Service]:
+def serving(root: Path, tracer_provider: Any = None, **settings: Any) -> Iterator[Service]:
     with open_local(f"file://{root}") as repository:
         configured = Settings(port=0, **settings)
-        server = make_server(repository, configured)
+        server = make_server(repository, configured, tracer_provider)
         with listen(configured) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()

@@ -48,6 +48,7 @@ HOMES = {
     "anyio": {"repo_service.api"},
     "fastapi": {"repo_service.api"},
     "numpy": set(),
+    "opentelemetry": {"repo_service.api"},
     "prometheus_client": {"repo_service.api"},
     "rich": {"repo_service.cli"},
     "sqlalchemy": {"repo_service.index", "migrations"},

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -17,9 +18,13 @@ from repo_service.api.context import Context
 from repo_service.api.jobs import audited, running
 from repo_service.api.logs import logged
 from repo_service.api.loopback import check_host
+from repo_service.api.tracing import exporting
 from repo_service.domain.errors import InvalidInput, PortInUse
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 
 def _announce(url: str, guard: str) -> None:
@@ -48,12 +53,13 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
     with (
         ExitStack() as stack,
         logged(settings),
+        exporting() as tracer_provider,
         audited(settings),
         listen(settings) as listener,
         open_local(settings.repo) as repository,
         running(repository, settings),
     ):
-        server = make_server(repository, settings)
+        server = make_server(repository, settings, tracer_provider)
         stack.enter_context(_ended_by_signal(server))
         guard = "ANYONE who reaches it may read, push and delete" if settings.insecure_any_host else "loopback only"
         announce(address(listener), f"{guard}: no tokens are configured")
@@ -86,9 +92,11 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Server:
+def make_server(
+    repository: LocalRepository, settings: Settings, tracer_provider: TracerProvider | None = None
+) -> uvicorn.Server:
     """A server for an open repository; run it with ``run(sockets=[listen(settings)])``."""
-    app = create_app(repository, settings)
+    app = create_app(repository, settings, tracer_provider)
     context: Context = app.state.context
     server = uvicorn.Server(
         uvicorn.Config(
