@@ -50,6 +50,7 @@ COMMANDS = [
     "gc",
     "scrub",
     "retain",
+    "migrate",
 ]
 ESCAPE = "\x1b[31m"
 

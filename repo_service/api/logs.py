@@ -31,7 +31,9 @@ class TextLines(logging.Formatter):
     """``time level logger message``, then the request's id; a traceback follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{_time(record)} {record.levelname} {record.name} {record.getMessage()}".translate(_ESCAPED)
+        line = f"{_time(record)} {record.levelname} {record.name} {record.getMessage()}"
+        if not line.isprintable():
+            line = line.translate(_ESCAPED)
         request_id = REQUEST_ID.get()
         if request_id is not None:
             line += f" request_id={request_id}"
