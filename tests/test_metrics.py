@@ -116,8 +116,8 @@ def test_i3_damage_and_i2_divergences_are_counted_wherever_they_are_found(servic
     assert value(found, "verification_failures_total", found_by="request") >= 1
     assert value(found, "scrub_damaged") == 1
     for job in "gc", "scrub":
-        assert value(found, "job_runs_total", job=job, outcome="ok") == 1
-        assert value(found, "job_success_timestamp_seconds", job=job) > 1.7e9
+        assert value(found, "job_runs_total", kind=job, outcome="ok") == 1
+        assert value(found, "job_success_timestamp_seconds", kind=job) > 1.7e9
     # The divergent push's chunks.
     assert value(found, "gc_removed_total", kind="chunks") == value(scrape(service), "gc_removed_total", kind="chunks")
 
@@ -127,8 +127,8 @@ def test_a_job_that_fails_is_counted(service: Service, monkeypatch: pytest.Monke
     headers = {"Content_Type": "application/json", "Connection": "close"}
     assert service.request("POST", "/v1/scrub", b"{}", **headers).status == 500
     found = scrape(service)
-    assert value(found, "job_runs_total", job="scrub", outcome="failed") == 1
-    assert value(found, "job_runs_total", job="scrub", outcome="ok") == 0
+    assert value(found, "job_runs_total", kind="scrub", outcome="failed") == 1
+    assert value(found, "job_runs_total", kind="scrub", outcome="ok") == 0
 
 
 def test_queues_show_who_runs_waits_and_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What the service counts, for Prometheus; docs/operations.md explains every metric.
 
-Labels have few values: routes by their template, never a path, a namespace or an id.
+Labels have few values: routes by their template, never a path, a namespace or an id. None is called ``job`` or
+``instance``, which Prometheus gives itself.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 
 from anyio import CapacityLimiter
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +20,9 @@ from repo_service.api.readiness import Answer
 from repo_service.domain.views import GarbageReport, ScrubReport
 from repo_service.services.observer import Observer
 from repo_service.version import FORMAT_VERSION, __version__
+
+# When a counter began doubles the number of series and helps nobody here.
+disable_created_metrics()
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -56,22 +60,22 @@ class Metrics(Observer):
         self._refused = counter("connections_refused", "Connections refused before any route.", "status")
 
         self._read = counter("chunks_read", "Chunks read and verified for a reader.")
-        self._read_bytes = counter("chunk_read_bytes", "Bytes of those chunks.")
+        self._read_bytes = counter("chunk_read_bytes", "Bytes of the chunks read.")
         self._stored = counter("chunks_stored", "Chunks that arrived by a push.")
-        self._stored_bytes = counter("chunk_stored_bytes", "Bytes of those chunks.")
+        self._stored_bytes = counter("chunk_stored_bytes", "Bytes of the chunks that arrived.")
         self._matches = counter("matches", "Questions for the longest stored prefix: hit or miss.", "result")
-        self._asked = counter("match_blocks_asked", "Blocks in those questions.")
-        self._found = counter("match_blocks_found", "Blocks of them that were found.")
+        self._asked = counter("match_blocks_asked", "Blocks in such questions.")
+        self._found = counter("match_blocks_found", "Blocks of them that were found stored.")
         self._begun = counter("pushes_begun", "Pushes begun.")
         self._committed = counter("pushes_committed", "Pushes committed.")
         self._offered = counter("chunks_offered", "Chunks that pushes offered.")
-        self._missing = counter("chunks_missing", "Chunks of them that had to be sent.")
+        self._missing = counter("chunks_missing", "Chunks of those offered that had to be sent.")
         self._divergences = counter("divergences", "Pushes refused for other bytes under an existing block key.")
         self._failures = counter("verification_failures", "Stored objects that did not verify.", "found_by")
 
-        self._runs = counter("job_runs", "Runs of gc and scrub in this process: ok or failed.", "job", "outcome")
-        self._ended = gauge("job_success_timestamp_seconds", "When gc or scrub last ended well here.", "job")
-        self._took = gauge("job_seconds", "How long that run took.", "job")
+        self._runs = counter("job_runs", "Runs of gc and scrub in this process: ok or failed.", "kind", "outcome")
+        self._ended = gauge("job_success_timestamp_seconds", "When gc or scrub last ended well here.", "kind")
+        self._took = gauge("job_seconds", "How long the last such run took.", "kind")
         self._removed = counter("gc_removed", "Objects that garbage collection removed.", "kind")
         self._freed = counter("gc_freed_bytes", "Bytes of chunks that garbage collection freed.")
         self._unreadable = gauge("gc_unreadable", "Documents that the last collection could not read.")
@@ -196,9 +200,9 @@ class Present(Collector):
         for name, limiter in limiters.items():
             limits[name], running[name] = limiter.total_tokens, limiter.borrowed_tokens
             waiting[name] = limiter.statistics().tasks_waiting
-        yield _gauge("queue_limit", "Most that may run at once.", "queue", limits)
-        yield _gauge("queue_running", "Transfers, answers or threads that run.", "queue", running)
-        yield _gauge("queue_waiting", "Those that wait for a turn.", "queue", waiting)
+        yield _gauge("queue_limit", "Most transfers, answers or threads at once.", "queue", limits)
+        yield _gauge("queue_running", "Transfers, answers or threads that run now.", "queue", running)
+        yield _gauge("queue_waiting", "Requests that wait for a turn.", "queue", waiting)
         refused = CounterMetricFamily("kvgraft_queue_refused", "Requests that found no turn: 503.", labels=["queue"])
         for name, gate in gates:
             refused.add_metric([name], gate.refused)
@@ -208,7 +212,7 @@ class Present(Collector):
         up = {part: float(answer.problem is None) for part, answer in found.items()}
         yield _gauge("up", "1 if the store or the index answers.", "part", up)
         took = {part: answer.seconds for part, answer in found.items()}
-        yield _gauge("probe_seconds", "How long that answer took, or is waited for.", "part", took)
+        yield _gauge("probe_seconds", "How long the store or the index took to answer, or is waited for.", "part", took)
         pushes = found["index"].value if "index" in found else None
         yield _gauge(
             "pushes_running",
