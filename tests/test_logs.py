@@ -50,7 +50,13 @@ def test_each_request_leaves_a_line_of_json_and_its_id_is_answered(tmp_path: Pat
     found = [json.loads(line) for line in lines]
     first, second = (line for line in found if line["logger"] == "kvgraft.access")
     assert first["request_id"] == "build-7.a_b"
-    expected = {"method": "GET", "route": "/v1/artifacts/{ref}", "path": "/v1/artifacts/absent", "status": 404}
+    expected = {
+        "method": "GET",
+        "route": "/v1/artifacts/{ref}",
+        "path": "/v1/artifacts/absent",
+        "status": 404,
+        "code": "tag_not_found",
+    }
     assert expected.items() <= first.items()
     assert first["sent_bytes"] == len(asked.data)
     assert first["remote"].startswith("127.0.0.1:")
@@ -60,15 +66,20 @@ def test_each_request_leaves_a_line_of_json_and_its_id_is_answered(tmp_path: Pat
     assert "s3cret" not in "\n".join(lines)
 
 
-def test_lines_of_text_are_the_default_and_a_level_silences_them(tmp_path: Path) -> None:
+def test_lines_of_text_are_the_default(tmp_path: Path) -> None:
     with served(tmp_path / "repository") as (url, lines):
         identified = urllib3.request("GET", f"{url}/v1/info").headers["x-request-id"]
     (line,) = lines
     assert " INFO kvgraft.access GET /v1/info 200, " in line
     assert line.endswith(f"request_id={identified}")
-    with served(tmp_path / "repository", KVGRAFT_LOG_LEVEL="warning") as (url, lines):
-        urllib3.request("GET", f"{url}/v1/info")
-    assert lines == []
+
+
+def test_a_level_silences_the_lines_of_requests() -> None:
+    with logged(Settings(log_level="warning")):
+        assert not logs.access.isEnabledFor(logging.INFO)
+    with logged(Settings()):
+        assert logs.access.isEnabledFor(logging.INFO)
+        assert not logs.access.isEnabledFor(logging.DEBUG)
 
 
 @pytest.mark.parametrize("given", ["", "a" * 129, "a b", "é", "a\tb", "a;b", '"x"'])

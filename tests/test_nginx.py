@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -75,62 +76,75 @@ def nginx(folder: Path, *upstreams: str) -> Iterator[str]:
                 running.wait(30)
 
 
-@contextmanager
-def replicas(root: Path, count: int = 2) -> Iterator[list[tuple[subprocess.Popen[str], str]]]:
+@dataclass
+class Topology:
+    """Two replicas of one repository behind nginx."""
+
+    front: str
+    replicas: list[tuple[subprocess.Popen[str], str]]
+    access_log: Path
+
+
+@pytest.fixture(scope="module")
+def topology(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Topology]:
+    root = tmp_path_factory.mktemp("topology")
     with ExitStack() as stack:
-        yield [stack.enter_context(process(root))[:2] for _ in range(count)]
+        replicas = [stack.enter_context(process(root / "repository"))[:2] for _ in range(2)]
+        front = stack.enter_context(nginx(root / "nginx", *(url for _, url in replicas)))
+        yield Topology(front, replicas, root / "nginx" / "access.log")
 
 
-def test_a_push_and_a_pull_go_through_whichever_replica_answers(tmp_path: Path) -> None:
-    made = big_artifact()
-    manifest, records, contents = made
-    with replicas(tmp_path / "repository") as running, nginx(tmp_path / "nginx", *(url for _, url in running)) as front:
-        with open_repository(front) as repository:
-            push(repository, made)
-            digest = records[0].chunks["full/k"][0]
-            spec = manifest.layout.arrays["full/k"].chunk
-            out = memoryview(bytearray(spec.size))
-            # One of the two ends in the middle, as it does when its machine is lost.
-            for turn in range(8):
-                if turn == 3:
-                    running[0][0].kill()
-                    running[0][0].wait(30)
-                repository.read_chunk(manifest.id, "default", digest, spec, out)
-                assert out == contents[digest]
-                push(repository, artifact(range(turn, turn + 20)))
-        answer = urllib3.request("GET", f"{front}/v1/info", headers={"X-Request-Id": "abc"})
-        assert (answer.status, answer.headers["x-request-id"]) == (200, "abc")
-        for path in "/metrics", "/metrics?x":
-            assert urllib3.request("GET", front + path).status == 404
-    for line in (tmp_path / "nginx" / "access.log").read_text().splitlines():
-        assert json.loads(line)["request_id"]
-
-
-def test_a_body_is_passed_on_as_it_comes(tmp_path: Path) -> None:
+def test_a_body_is_passed_on_as_it_comes(topology: Topology) -> None:
     manifest, records, contents = big_artifact()
-    with replicas(tmp_path / "repository", 1) as [(_, url)], nginx(tmp_path / "nginx", url) as front:
-        with open_repository(front) as repository:
-            running = repository.begin_push(manifest.fingerprint, "default")
-            digest = running.offer(records)[0]
-        parts = urlsplit(front)
-        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=60) as connection:
-            data = memoryview(contents[digest])
-            head = f"PUT /v1/pushes/{running.id}/chunks/{digest} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
-            connection.sendall(head.encode() + b"\r\n\r\n" + data[: len(data) // 2])
+    with open_repository(topology.front) as repository:
+        running = repository.begin_push(manifest.fingerprint, "default")
+        digest = running.offer(records)[0]
+    parts = urlsplit(topology.front)
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=60) as connection:
+        data = memoryview(contents[digest])
+        head = f"PUT /v1/pushes/{running.id}/chunks/{digest} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + data[: len(data) // 2])
 
-            def receiving() -> bool:
-                text = urllib3.request("GET", f"{url}/metrics").data.decode()
-                (count,) = re.findall(r"^kvgraft_http_requests_running (\S+)", text, re.MULTILINE)
-                return float(count) == 2
+        def receiving() -> bool:
+            texts = [urllib3.request("GET", f"{url}/metrics").data.decode() for _, url in topology.replicas]
+            return any("\nkvgraft_http_requests_running 2.0\n" in text for text in texts)
 
-            for _ in range(600):
-                if receiving():
-                    break
-                time.sleep(0.05)
-            else:
-                pytest.fail("the replica has seen nothing of a body that is half sent")
-            connection.sendall(data[len(data) // 2 :])
-            assert connection.recv(100).startswith(b"HTTP/1.1 204")
+        for _ in range(600):
+            if receiving():
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("no replica has seen anything of a body that is half sent")
+        connection.sendall(data[len(data) // 2 :])
+        assert connection.recv(100).startswith(b"HTTP/1.1 204")
+
+
+def test_ids_pass_and_metrics_do_not(topology: Topology) -> None:
+    answer = urllib3.request("GET", f"{topology.front}/v1/info?token=s3cret", headers={"X-Request-Id": "abc"})
+    assert (answer.status, answer.headers["x-request-id"]) == (200, "abc")
+    assert len(urllib3.request("GET", f"{topology.front}/v1/info").headers["x-request-id"]) == 32
+    for path in "/metrics", "/metrics?x":
+        assert urllib3.request("GET", topology.front + path).status == 404
+    lines = topology.access_log.read_text()
+    assert all(json.loads(line)["request_id"] for line in lines.splitlines())
+    assert '"request_id":"abc"' in lines
+    assert "s3cret" not in lines
+
+
+def test_pushes_and_pulls_go_on_when_a_replica_is_lost(topology: Topology) -> None:
+    manifest, records, contents = made = big_artifact()
+    with open_repository(topology.front) as repository:
+        push(repository, made)
+        digest = records[0].chunks["full/k"][0]
+        spec = manifest.layout.arrays["full/k"].chunk
+        out = memoryview(bytearray(spec.size))
+        for turn in range(6):
+            if turn == 2:
+                topology.replicas[0][0].kill()
+                topology.replicas[0][0].wait(30)
+            repository.read_chunk(manifest.id, "default", digest, spec, out)
+            assert out == contents[digest]
+            push(repository, artifact(range(turn, turn + 20)))
 
 
 def test_without_a_replica_the_answer_is_the_services_own_503(tmp_path: Path) -> None:

@@ -72,6 +72,9 @@ _RETRY_AFTER = {"Retry-After": "1"}
 
 _MAX_PROBLEMS = 20
 
+OUTCOME = "kvgraft.outcome"
+"""Where a request's ASGI scope says with which code it was refused."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -112,12 +115,12 @@ def install_error_handlers(app: FastAPI) -> None:
 
 async def _kvgraft_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, KvgraftError)
-    return error_answer(request, error, STATUS[error.code])
+    request.scope[OUTCOME] = error.code
+    return error_answer(error, STATUS[error.code])
 
 
-def error_answer(request: Request, error: KvgraftError, status: int) -> JSONResponse:
+def error_answer(error: KvgraftError, status: int) -> JSONResponse:
     """An error's JSON under a status of its own."""
-    request.app.state.context.metrics.error(error.code)
     if status >= 500:
         _log.log(logging.INFO if status == 503 else logging.ERROR, "%s: %s", error.code, error.message)
     return JSONResponse({"error": error.to_json()}, status, _RETRY_AFTER if status == 503 else None)
@@ -139,7 +142,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"there is no route {request.url.path[:200]}: see /v1/openapi.json"
     elif status == 405:
         message = f"{request.url.path[:200]} does not answer {request.method}, only {headers.get('Allow')}"
-    request.app.state.context.metrics.error(code)
+    request.scope[OUTCOME] = code
     return JSONResponse(error_body(code, message, {}), status, headers)
 
 
@@ -155,6 +158,6 @@ async def _disconnected(_: Request, __: Exception) -> JSONResponse:
 
 async def _unexpected(request: Request, _: Exception) -> JSONResponse:
     """The server logs the exception with its traceback; the client gets none of it, but the id to find it by."""
-    request.app.state.context.metrics.error(KvgraftError.code)
+    request.scope[OUTCOME] = KvgraftError.code
     message = "the service failed in a way that it should not; its log has the details"
     return JSONResponse(error_body(KvgraftError.code, message, {"request_id": REQUEST_ID.get()}), 500)

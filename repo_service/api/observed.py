@@ -11,6 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from repo_service.api.errors import OUTCOME
 from repo_service.api.logs import REQUEST_ID, access
 from repo_service.api.metrics import Metrics
 
@@ -68,6 +69,8 @@ class Observed:
             seconds = time.perf_counter() - began
             route = route_of(scope)
             self._metrics.answered(scope["method"], route, status, seconds, received, sent)
+            if OUTCOME in scope:
+                self._metrics.error(scope[OUTCOME])
             level = logging.DEBUG if route in _PROBES and status == "200" else logging.INFO
             if access.isEnabledFor(level):
                 _log(level, scope, route, status, seconds, received, sent)
@@ -99,6 +102,7 @@ def _log(level: int, scope: Scope, route: str, status: str, seconds: float, rece
         "route": route,
         "path": path,
         "status": int(status),
+        "code": scope.get(OUTCOME),
         "received_bytes": received,
         "sent_bytes": sent,
         "seconds": round(seconds, 6),
