@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import urllib3
 from test_api import Service, serving
+from test_api_serve import process
 from test_metrics import scrape, value
 
 from repo_service.api import readiness
@@ -72,6 +75,22 @@ def test_a_part_that_hangs_is_named_and_asked_once(tmp_path: Path, monkeypatch: 
             time.sleep(0.02)
         else:
             pytest.fail("the part answers again and is called down")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a pipe stands for a disk that hangs")
+def test_a_disk_that_hangs_holds_up_neither_probes_nor_the_end(tmp_path: Path) -> None:
+    marker = tmp_path / "repository" / "kvgraft.json"
+    with process(tmp_path / "repository") as (running, url, _):
+        marker.unlink()
+        # Whoever opens it for reading waits for a writer who never comes.
+        os.mkfifo(marker)
+        for _ in range(3):
+            answer = urllib3.request("GET", f"{url}/readyz", retries=False, timeout=30)
+            assert (answer.status, json.loads(answer.data)["error"]["details"]) == (503, {"down": ["store"]})
+        assert urllib3.request("GET", f"{url}/healthz").status == 200
+        assert urllib3.request("GET", f"{url}/v1/tags").status == 200
+        running.terminate()
+        assert running.wait(20) == 0
 
 
 def test_an_answer_is_reused_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
