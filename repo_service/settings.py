@@ -74,6 +74,12 @@ class Settings(BaseSettings):
         description="File that a line is added to for what callers do and for everything that is removed; without one, "
         "standard error.",
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Lines of the log, on standard error: text, or json for one object each."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level that is logged: debug, info (a line for each request), warning or error."
+    )
     shutdown_seconds: int = Field(30, ge=0, le=3600, description="Time for running requests to end after SIGTERM.")
 
 

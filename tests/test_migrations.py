@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +15,7 @@ from index_support import entry, publish
 from sqlalchemy import create_engine
 
 import repo_service
+from repo_service.cli.main import main
 from repo_service.domain.errors import NewerFormat, RepositoryError
 from repo_service.index import Index, migrate
 from repo_service.index.models import Base, ChunkState
@@ -113,3 +116,26 @@ def test_states_of_chunks_are_told_apart_as_before(tmp_path: Path) -> None:
         assert states == dict.fromkeys(rows, ChunkState.PUBLISHED) | {rows[0]: ChunkState.DAMAGED}
         moved = connection.execute("SELECT state FROM chunks WHERE namespace = 'other' ORDER BY digest").fetchall()
         assert moved == [(ChunkState.LOOSE,), (ChunkState.DOOMED,), (ChunkState.ABANDONED,)]
+
+
+def test_the_command_says_what_it_did_and_refuses_what_is_newer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    database = tmp_path / "index.db"
+
+    def ask(*options: str) -> tuple[int, str]:
+        code = main(["migrate", "--index", f"sqlite:///{database}", *options])
+        return code, capsys.readouterr().out
+
+    assert ask() == (0, f"made an index with schema {migrate.HEAD}\n")
+    assert ask() == (0, f"the index has schema {migrate.HEAD}: nothing to do\n")
+    code, out = ask("--json")
+    assert (code, json.loads(out)) == (0, {"before": migrate.HEAD, "after": migrate.HEAD})
+    shutil.copy(Path(__file__).parent / "fixtures" / "repository-1" / "index.sqlite", database)
+    code, out = ask("--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["before"] < found["after"] == migrate.HEAD
+    set_revision(database, "9999")
+    code, _ = ask()
+    assert code not in (0, 1)

@@ -48,6 +48,8 @@ HOMES = {
     "anyio": {"repo_service.api"},
     "fastapi": {"repo_service.api"},
     "numpy": set(),
+    "opentelemetry": {"repo_service.api"},
+    "prometheus_client": {"repo_service.api"},
     "rich": {"repo_service.cli"},
     "sqlalchemy": {"repo_service.index", "migrations"},
     "starlette": {"repo_service.api"},

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from repo_service.api import artifact_routes, chunk_routes, push_routes, service_routes, token_routes
 from repo_service.api.access import Authentication, guarded_routes
 from repo_service.api.context import NAMESPACE_PARAMETER, Context
 from repo_service.api.errors import ErrorAnswer, error_answers, install_error_handlers
 from repo_service.api.loopback import LoopbackOnly
+from repo_service.api.observed import Observed
+from repo_service.api.tracing import Traced
 from repo_service.domain.errors import KvgraftError, MalformedRequest
 from repo_service.services.repository import LocalRepository
 from repo_service.settings import Settings
 from repo_service.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 _DESCRIPTION = """A repository of byte-exact KV artifacts. Routes below `/v1` without a namespace are those of the
 namespace `default`. Every error is `{"error": {"code", "message", "details"}}` with a stable code."""
@@ -30,9 +36,23 @@ class _Application(FastAPI):
                     operation.setdefault("parameters", []).insert(0, NAMESPACE_PARAMETER)
         return schema
 
+    def build_middleware_stack(self) -> ASGIApp:
+        # Outside of everything, also of what answers an unexpected exception.
+        stack = super().build_middleware_stack()
+        if self.state.tracer_provider is not None:
+            stack = Traced(stack, self.state.tracer_provider)
+        return Observed(stack, self.state.context.metrics)
 
-def create_app(repository: LocalRepository, settings: Settings) -> FastAPI:
+
+def create_app(
+    repository: LocalRepository, settings: Settings, tracer_provider: TracerProvider | None = None
+) -> FastAPI:
     """The application over an open repository, which stays the caller's to close.
+
+    Parameters
+    ----------
+    tracer_provider
+        OpenTelemetry's, if requests are to be traced.
 
     Raises
     ------
@@ -53,6 +73,7 @@ def create_app(repository: LocalRepository, settings: Settings) -> FastAPI:
         },
     )
     app.state.context = Context(repository, settings)
+    app.state.tracer_provider = tracer_provider
     install_error_handlers(app)
     asks_for_tokens = settings.auth == "tokens"
     app.add_middleware(Authentication, recognition=repository.recognition if asks_for_tokens else None)

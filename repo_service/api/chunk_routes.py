@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from repo_service.api.access import GuardedRoute, needs
 from repo_service.api.context import ArtifactId, Ref, context_of, namespace_of
-from repo_service.api.errors import ErrorAnswer, error_answer, error_answers
+from repo_service.api.errors import OUTCOME, ErrorAnswer, error_answer, error_answers
 from repo_service.api.octets import BINARY, IMMUTABLE, OCTETS, REVALIDATED, Chunk, chunk_answer, document_answer, etag
 from repo_service.domain.access import Scope
 from repo_service.domain.digest import BLAKE3, SHA256, parse_digest, sha256_digest
@@ -84,6 +84,7 @@ async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
         try:
             view = context.zarr_view(ref, namespace)
         except (ArtifactNotFound, TagNotFound) as error:
+            request.scope[OUTCOME] = error.code
             return error_answer(error, GONE)
         cache = IMMUTABLE if ref == view.manifest.id else REVALIDATED
         document = view.hierarchy.documents.get(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,9 +18,9 @@ MAX_HEADER_BYTES = 64 * 1024
 _TLS_BUFFER = 64 * 1024
 
 
-def connection_class(settings: Settings) -> type[asyncio.Protocol]:
-    """Uvicorn's HTTP connection with the limits of ``settings``."""
-    return type("Connection", (BoundedConnection,), {"settings": settings})
+def connection_class(settings: Settings, refused: Callable[[int], None]) -> type[asyncio.Protocol]:
+    """Uvicorn's HTTP connection with the limits of ``settings``; ``refused`` is told the status of each refusal."""
+    return type("Connection", (BoundedConnection,), {"settings": settings, "refused": staticmethod(refused)})
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -34,6 +35,7 @@ class BoundedConnection(HttpToolsProtocol):
     """
 
     settings: Settings
+    refused: Callable[[int], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,6 +134,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._silence = self.loop.call_later(self.settings.idle_seconds, self.transport.abort)
 
     def _refuse(self, status: int, error: MalformedRequest | Unavailable) -> None:
+        self.refused(status)
         body = json.dumps(error_body(error.code, error.message, error.details)).encode()
         self.transport.write(
             b"HTTP/1.1 %d \r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"

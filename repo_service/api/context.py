@@ -11,7 +11,9 @@ from fastapi import Depends, Path, Request
 
 from repo_service.api.access import namespace_in
 from repo_service.api.gates import ChunkBuffers, Gate
+from repo_service.api.metrics import Metrics, Present
 from repo_service.api.rates import Rates
+from repo_service.api.readiness import Readiness
 from repo_service.services.repository import LocalRepository
 from repo_service.services.zarr_view import ZarrView
 from repo_service.settings import Settings
@@ -41,13 +43,18 @@ class Context:
         Held while a scrub that was asked for runs.
     is_ending
         Says whether the service is to end, for work that would go on for hours.
+    readiness
+        Whether store and index answer.
+    metrics, present
+        What is counted, and what is read off when somebody asks.
     """
 
     def __init__(self, repository: LocalRepository, settings: Settings) -> None:
         self.repository = repository
         self.settings = settings
         queue, wait = settings.queue, settings.queue_seconds
-        self.buffers = ChunkBuffers(Gate(settings.chunk_transfers, queue, wait, "chunk transfers"))
+        chunks = Gate(settings.chunk_transfers, queue, wait, "chunk transfers")
+        self.buffers = ChunkBuffers(chunks)
         self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
         self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
         self.rates = Rates(settings)
@@ -56,6 +63,14 @@ class Context:
         self.scrub_threads = CapacityLimiter(1)
         self.scrubbing = threading.Lock()
         self.is_ending: Callable[[], bool] = bool
+        self.readiness = Readiness(repository)
+        self.metrics = Metrics()
+        self.present = Present(
+            {"chunks": chunks, "documents": self.documents, "answers": self.answers},
+            {"chunk_threads": self.chunk_threads, "surveys": self.survey_threads},
+        )
+        self.metrics.registry.register(self.present)
+        repository.observer = self.metrics
         self._views: dict[tuple[str, str], ZarrView] = {}
 
     def zarr_view(self, ref: str, namespace: str) -> ZarrView:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from repo_service.api.logs import REQUEST_ID
 from repo_service.domain.errors import KvgraftError, MalformedDocument, MalformedRequest, RateLimited
 
 STATUS: Mapping[str, int] = {
@@ -151,6 +152,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"there is no route {request.url.path[:200]}: see /v1/openapi.json"
     elif status == 405:
         message = f"{request.url.path[:200]} does not answer {request.method}, only {headers.get('Allow')}"
+    request.scope[OUTCOME] = code
     return JSONResponse(error_body(code, message, {}), status, headers)
 
 
@@ -164,7 +166,8 @@ async def _disconnected(_: Request, __: Exception) -> JSONResponse:
     return JSONResponse(error_body("request_timeout", "the client closed the connection", {}), 408)
 
 
-async def _unexpected(_: Request, __: Exception) -> JSONResponse:
-    """The server logs the exception with its traceback; the client gets none of it."""
+async def _unexpected(request: Request, _: Exception) -> JSONResponse:
+    """The server logs the exception with its traceback; the client gets none of it, but the id to find it by."""
+    request.scope[OUTCOME] = KvgraftError.code
     message = "the service failed in a way that it should not; its log has the details"
-    return JSONResponse(error_body(KvgraftError.code, message, {}), 500)
+    return JSONResponse(error_body(KvgraftError.code, message, {"request_id": REQUEST_ID.get()}), 500)

@@ -12,7 +12,15 @@ from repo_service.domain.layout import MAX_CHUNK_BYTES
 
 
 class Gate:
-    """At most ``count`` requests inside, at most ``queue`` waiting, none of them longer than ``wait_s``."""
+    """At most ``count`` requests inside, at most ``queue`` waiting, none of them longer than ``wait_s``.
+
+    Attributes
+    ----------
+    running, waiting
+        Requests inside, and those that wait.
+    refused
+        Requests that found no turn so far.
+    """
 
     def __init__(self, count: int, queue: int, wait_s: float, what: str) -> None:
         self.count = count
@@ -20,7 +28,9 @@ class Gate:
         self._wait_s = wait_s
         self._what = what
         self._inside = asyncio.Semaphore(count)
-        self._waiting = 0
+        self.running = 0
+        self.waiting = 0
+        self.refused = 0
 
     async def enter(self) -> None:
         """Raises
@@ -30,21 +40,26 @@ class Gate:
         """
         if not self._inside.locked():
             await self._inside.acquire()
+            self.running += 1
             return
-        if self._waiting >= self._queue:
-            raise Unavailable(f"{self.count} {self._what} are running and {self._waiting} wait: try again later")
-        self._waiting += 1
+        if self.waiting >= self._queue:
+            self.refused += 1
+            raise Unavailable(f"{self.count} {self._what} are running and {self.waiting} wait: try again later")
+        self.waiting += 1
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._inside.acquire()
+            self.running += 1
         except TimeoutError:
+            self.refused += 1
             raise Unavailable(
                 f"no turn among the {self._what} came within {self._wait_s:g} s: try again later"
             ) from None
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
 
     def leave(self) -> None:
+        self.running -= 1
         self._inside.release()
 
     @asynccontextmanager

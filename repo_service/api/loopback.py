@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from repo_service.api.errors import STATUS
+from repo_service.api.errors import OUTCOME, STATUS
 from repo_service.domain.errors import AccessDenied, InvalidInput
 from repo_service.settings import Settings
 
@@ -48,6 +48,7 @@ class LoopbackOnly:
                         f"the {name} header is {origin.removeprefix('//')[:200]!r}; without tokens this service answers "
                         "only to localhost and loopback addresses"
                     )
+                    scope[OUTCOME] = error.code
                     await JSONResponse({"error": error.to_json()}, STATUS[error.code])(scope, receive, send)
                     return
         await self._app(scope, receive, send)

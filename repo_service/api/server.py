@@ -8,18 +8,25 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from repo_service.api.app import create_app
 from repo_service.api.connection import connection_class
+from repo_service.api.context import Context
 from repo_service.api.jobs import audited, running
+from repo_service.api.logs import logged
 from repo_service.api.loopback import check_host, is_loopback
 from repo_service.api.tls import InPieces, TlsServer, tls_options
+from repo_service.api.tracing import exporting
 from repo_service.domain.errors import InvalidInput, PortInUse
 from repo_service.services.places import MEMORY_URL
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 
 def _announce(url: str, guard: str) -> None:
@@ -52,12 +59,14 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
         raise InvalidInput("a repository in memory has no tokens to ask for, and none can be made: serve a directory")
     with (
         ExitStack() as stack,
+        logged(settings),
+        exporting() as tracer_provider,
         audited(settings),
         listen(settings) as listener,
         open_local(settings.repo, index_url=settings.index or None) as repository,
         running(repository, settings),
     ):
-        server = make_server(repository, settings)
+        server = make_server(repository, settings, tracer_provider)
         stack.enter_context(_ended_by_signal(server))
         announce(address(listener, "https" if settings.tls_cert else "http"), _guard(settings))
         server.run(sockets=[listener])
@@ -98,7 +107,9 @@ def address(listener: socket.socket, scheme: str = "http") -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Server:
+def make_server(
+    repository: LocalRepository, settings: Settings, tracer_provider: TracerProvider | None = None
+) -> uvicorn.Server:
     """A server for an open repository; run it with ``run(sockets=[listen(settings)])``.
 
     Raises
@@ -107,12 +118,14 @@ def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Serv
         If the certificate can't be used.
     """
     tls = tls_options(settings)
-    app = create_app(repository, settings)
+    app = create_app(repository, settings, tracer_provider)
+    context: Context = app.state.context
     config = uvicorn.Config(
         InPieces(app) if tls else app,
-        http=connection_class(settings),
+        http=connection_class(settings, context.metrics.refused),
         ws="none",
         lifespan="off",
+        log_config=None,
         log_level="warning",
         access_log=False,
         proxy_headers=bool(settings.forwarded_allow_ips),
@@ -123,7 +136,8 @@ def make_server(repository: LocalRepository, settings: Settings) -> uvicorn.Serv
         **tls,
     )
     server = TlsServer(config, settings.idle_seconds) if tls else uvicorn.Server(config)
-    app.state.context.is_ending = lambda: server.should_exit
+    context.is_ending = lambda: server.should_exit
+    context.present.connections = lambda: len(server.server_state.connections)
     return server
 
 

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Literal
 
 from anyio import to_thread
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, Field
 
 from repo_service.api.access import GuardedRoute, Over, access_of, needs, needs_nothing
@@ -35,16 +36,29 @@ class Health(BaseModel):
 @router.get("/healthz")
 @needs_nothing
 async def healthz() -> Health:
-    """Alive; says nothing about the repository."""
+    """Alive; touches neither the store nor the index."""
     return Health()
 
 
 @router.get("/readyz", responses=error_answers(Unavailable))
 @needs_nothing
-def readyz(context: ContextOf) -> Health:
-    """Able to work: reads one object of the store and one row of the index."""
-    context.repository.probe()
+async def readyz(context: ContextOf) -> Health:
+    """Able to work: store and index both answer within 2 s. ``details.down`` of a 503 names what does not."""
+    await context.readiness.check()
     return Health()
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"description": "Prometheus text format.", "content": {"text/plain": {}}}},
+)
+@needs_nothing
+async def get_metrics(context: ContextOf) -> Response:
+    """Everything that is counted, for Prometheus; asks store and index as readyz does."""
+    context.present.answers = await context.readiness.answers()
+    context.present.threads = to_thread.current_default_thread_limiter()
+    return Response(generate_latest(context.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 @router.get("/v1/info")

@@ -1,4 +1,4 @@
-"""Commands that keep a repository in order: ``gc``, ``scrub``, ``reindex``."""
+"""Commands that keep a repository in order: ``gc``, ``scrub``, ``reindex``, ``migrate``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from repo_service.cli import errors, output, progress
 from repo_service.cli.copying import FROM_TOKEN_VARIABLE
 from repo_service.cli.options import DEFAULT_REPO, Json, Repo, Token, open_named
 
+INDEX_VARIABLE = "KVGRAFT_INDEX"
+
 if TYPE_CHECKING:
     from repo_service.client.repair import Repair
     from repo_service.domain.views import GarbageReport, ScrubReport
@@ -20,6 +22,7 @@ def register(app: typer.Typer) -> None:
     app.command("gc", epilog="\b\nExample: kvgraft gc --dry-run --repo file:///srv/kvgraft")(gc)
     app.command("scrub", epilog="\b\nExample: kvgraft scrub --repair-from https://mirror.example:8750")(scrub)
     app.command("reindex", epilog="\b\nExample: kvgraft reindex --repo file:///srv/kvgraft")(reindex)
+    app.command("migrate", epilog="\b\nExample: kvgraft migrate --index sqlite:////srv/kvgraft/index.sqlite")(migrate)
 
 
 def gc(
@@ -148,3 +151,24 @@ def reindex(
     output.print_either(report.model_dump(mode="json"), f"indexed {found}{unread}", as_json)
     if report.corrupt:
         raise typer.Exit(errors.INEXACT)
+
+
+def migrate(
+    index: Annotated[str, typer.Option("--index", envvar=INDEX_VARIABLE, metavar="URL", help="URL of the index.")],
+    as_json: Json = False,
+) -> None:
+    """Bring an index to this version's schema.
+
+    Opening a repository does so too; a deployment runs this once before its replicas start. Nothing is
+    changed where the schema is that of a later version.
+    """
+    from repo_service.services.schema import migrate_index
+
+    report = migrate_index(index)
+    if report.before is None:
+        text = f"made an index with schema {report.after}"
+    elif report.before == report.after:
+        text = f"the index has schema {report.after}: nothing to do"
+    else:
+        text = f"brought the index from schema {report.before} to {report.after}"
+    output.print_either(report.model_dump(mode="json"), text, as_json)

@@ -238,6 +238,13 @@ class GarbageReport(View):
     removed: list[Removed] = Field(description="The first 1,000 things removed; all of them are in the audit log.")
 
 
+class SchemaReport(View):
+    """What bringing an index to this version's schema changed."""
+
+    before: str | None = Field(description="The schema revision that was found; None in a new database.")
+    after: str = Field(description="The revision it has now.")
+
+
 class Damage(View):
     """Something stored that does not verify, or is gone."""
 

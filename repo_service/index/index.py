@@ -11,7 +11,16 @@ from repo_service.domain.digest import SHA256, format_digest
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.record import BlockRecord
-from repo_service.domain.views import ArtifactInfo, ArtifactPage, ArtifactQuery, Divergence, Match, Stats, TagInfo
+from repo_service.domain.views import (
+    ArtifactInfo,
+    ArtifactPage,
+    ArtifactQuery,
+    Divergence,
+    Match,
+    SchemaReport,
+    Stats,
+    TagInfo,
+)
 from repo_service.index import (
     access,
     divergences,
@@ -82,6 +91,20 @@ class Index(Upkeep):
             database.close()
             raise
         return cls(database)
+
+    @classmethod
+    def migrate(cls, url: str) -> SchemaReport:
+        """Upgrade an index to the current schema, as `open` does, and say what that changed.
+
+        Raises
+        ------
+        MalformedUrl, NewerFormat, Unavailable, DocumentCorrupt
+        """
+        database = open_database(url)
+        try:
+            return SchemaReport(before=migrate.upgrade(database), after=migrate.HEAD)
+        finally:
+            database.close()
 
     def close(self) -> None:
         self._uses.write(USES_S)

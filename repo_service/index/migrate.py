@@ -14,8 +14,10 @@ HEAD = "0004"
 """The newest revision in ``migrations``; written here so that opening a current database need not load Alembic."""
 
 
-def upgrade(database: Database) -> None:
+def upgrade(database: Database) -> str | None:
     """Upgrade to `HEAD`. Several processes may do so at once: the first one migrates, the others wait.
+
+    Returns the revision that was found, None in a new database.
 
     Raises
     ------
@@ -24,11 +26,12 @@ def upgrade(database: Database) -> None:
     """
     with database.read() as connection:
         if _revision(connection) == HEAD:
-            return
+            return HEAD
     with database.write_durably() as connection:
         revision = _revision(connection)
         if revision != HEAD:
             _run(connection, revision)
+        return revision
 
 
 def migrations() -> Path:

@@ -192,6 +192,11 @@ def expire(connection: Connection, now: datetime) -> int:
     return len(names)
 
 
+def running(connection: Connection) -> int:
+    count = select(func.count()).select_from(PushRecord).where(PushRecord.expires_at > times.now())
+    return connection.scalars(count).one()
+
+
 def divergent_blocks(connection: Connection, namespace: str, blocks: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """Of block keys and record digests, the keys that are published with another record, and that record."""
     rows = connection.execute(_PUBLISHED, bound(list(blocks), "keys") | {"namespace": namespace})

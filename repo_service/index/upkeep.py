@@ -148,6 +148,11 @@ class Upkeep:
         with self._database.write() as connection:
             damage.mark(connection, digests)
 
+    def running_pushes(self) -> int:
+        """The number of pushes of all namespaces whose lease has not run out."""
+        with self._database.read() as connection:
+            return pushes.running(connection)
+
     def artifacts_after(self, row: int, limit: int) -> list[PublishedArtifact]:
         """The published artifacts of all namespaces, page by page; begin with row 0."""
         with self._database.read() as connection:

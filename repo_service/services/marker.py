@@ -75,11 +75,22 @@ def open_marker(store: Store, where: str) -> str:
     ------
     NewerFormat, NotARepository
     """
-    data = store.get(MARKER)
-    if data is None:
+    if store.get(MARKER) is None:
         marker = {"format": _FORMAT, "version": FORMAT_VERSION, "repository_id": str(uuid.uuid4())}
         store.put_if_absent(MARKER, canonical_json(marker))
-        data = store.get(MARKER) or b""
+    return read_marker(store, where)
+
+
+def read_marker(store: Store, where: str) -> str:
+    """Return the repository's id; nothing is written.
+
+    Raises
+    ------
+    NewerFormat, NotARepository
+    """
+    data = store.get(MARKER)
+    if data is None:
+        raise NotARepository(f"{where} has no {MARKER}: it is no repository, or what holds it is not mounted")
     value = _read(data, where)
     version = value["version"]
     if version > FORMAT_VERSION:

@@ -42,6 +42,7 @@ from repo_service.services.documents import (
     seal,
 )
 from repo_service.services.garbage import remove_loose
+from repo_service.services.observer import Observer
 from repo_service.services.read import held_chunks, read_record, read_tokens
 from repo_service.services.retention import read_policy
 from repo_service.services.settle import settle
@@ -54,9 +55,14 @@ _RECORD_WRITERS = 8
 
 
 def begin_push(
-    store: Store, index: Index, fingerprint: Fingerprint, namespace: str, ready: Callable[[], object] = lambda: None
+    store: Store,
+    index: Index,
+    fingerprint: Fingerprint,
+    namespace: str,
+    observer: Observer,
+    ready: Callable[[], object] = lambda: None,
 ) -> LocalPush:
-    """Start a push of an artifact made under ``fingerprint``; ``ready`` as in `LocalPush`.
+    """Start a push of an artifact made under ``fingerprint``; ``observer`` and ``ready`` as in `LocalPush`.
 
     Raises
     ------
@@ -71,7 +77,8 @@ def begin_push(
     settle(store, index)
     index.expire_pushes(now)
     index.begin_push(push_id, namespace, fingerprint, now + LEASE)
-    return LocalPush(store, index, push_id, namespace, ready)
+    observer.begun()
+    return LocalPush(store, index, push_id, namespace, observer, ready)
 
 
 class LocalPush(Push):
@@ -79,18 +86,27 @@ class LocalPush(Push):
 
     Parameters
     ----------
+    observer
+        Told what happens to the push.
     ready
         Called before a commit; raises where the index may not publish.
     """
 
     def __init__(
-        self, store: Store, index: Index, push_id: str, namespace: str, ready: Callable[[], object] = lambda: None
+        self,
+        store: Store,
+        index: Index,
+        push_id: str,
+        namespace: str,
+        observer: Observer,
+        ready: Callable[[], object] = lambda: None,
     ) -> None:
         self.id = push_id
         self._namespace = namespace
         self._store = store
         self._index = index
         self._ready = ready
+        self._observer = observer
 
     def offer(self, records: Sequence[BlockRecord]) -> list[str]:
         push = self._index.push(self.id, self._namespace)
@@ -103,6 +119,7 @@ class LocalPush(Push):
         offered = self._offer(push.namespace, records, specs)
         for record, stored_digest in offered.divergent:
             self._diverged(push.namespace, record, stored_digest)
+        self._observer.offered(len(specs), len(offered.missing))
         return offered.missing
 
     def offer_tokens(self, token_count: int, chunks: Sequence[str]) -> list[str]:
@@ -110,7 +127,10 @@ class LocalPush(Push):
             raise MalformedDocument(f"{len(chunks)} token chunks for {token_count} tokens")
         spec = token_chunk_spec(token_count)
         push = self._index.push(self.id, self._namespace)
-        return self._offer(push.namespace, [], dict.fromkeys(chunks, spec)).missing
+        specs = dict.fromkeys(chunks, spec)
+        missing = self._offer(push.namespace, [], specs).missing
+        self._observer.offered(len(specs), len(missing))
+        return missing
 
     def _offer(self, namespace: str, records: Sequence[BlockRecord], specs: Mapping[str, ChunkSpec]) -> Offered:
         """Offer within the namespace's quota; a push that would exceed it ends, and what it sent goes."""
@@ -137,6 +157,7 @@ class LocalPush(Push):
             raise DigestMismatch(f"the bytes sent as {digest} are {found}", digest=digest, found=found)
         self._store.put(chunk_key(digest), data)
         self._index.arrived(self.id, digest)
+        self._observer.stored(size)
 
     def commit(self, manifest: Manifest) -> ArtifactInfo:
         self._ready()
@@ -160,6 +181,7 @@ class LocalPush(Push):
         except ChunkCorrupt as error:
             digest = error.details["digest"]
             self._index.mark_damaged([digest])
+            self._observer.damaged("commit", 1)
             raise ChunksMissing(
                 f"the chunk {digest} was damaged in the store: send it again", missing=[digest]
             ) from None
@@ -190,6 +212,7 @@ class LocalPush(Push):
             refused = next(record for record in records if record.key == error.details["block_key"])
             self._diverged(push.namespace, refused, error.details["stored_record"])
         self._index.end_push(self.id)
+        self._observer.committed()
         return info
 
     def abort(self) -> None:
@@ -211,6 +234,7 @@ class LocalPush(Push):
         )
         self._store.put_if_absent(divergence_place(divergence), seal(divergence))
         self._index.record_divergence(divergence)
+        self._observer.diverged()
         raise DivergenceError(
             f"block {record.start} to {record.stop} ({record.key}) is already stored with other bytes in "
             f"{', '.join(divergence.chunks)}; nothing was published. Equal fingerprints gave unequal state: "

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 
 from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope, check_token_id
 from repo_service.domain.canonical import check_canonical
 from repo_service.domain.digest import BLAKE3
-from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError
+from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError, NotARepository
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
-from repo_service.domain.names import DEFAULT_NAMESPACE, check_namespace, check_tag
+from repo_service.domain.names import check_namespace, check_tag
 from repo_service.domain.policy import Policy
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
@@ -37,7 +38,8 @@ from repo_service.index import Index
 from repo_service.services.access import Recognition, create_token
 from repo_service.services.documents import ENTRIES, seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
-from repo_service.services.marker import open_marker
+from repo_service.services.marker import open_marker, read_marker
+from repo_service.services.observer import Observer
 from repo_service.services.ownership import Ownership
 from repo_service.services.places import find_place
 from repo_service.services.push import LocalPush, begin_push
@@ -117,6 +119,8 @@ class LocalRepository(Repository):
     ----------
     recognition
         Tells who the access tokens of requests belong to.
+    observer
+        Told what the repository does in this process.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class LocalRepository(Repository):
         self._holdings = Holdings(store, index)
         self._clock = Clock()
         self.recognition = Recognition(index)
+        self.observer = Observer()
 
     def info(self) -> RepositoryInfo:
         return RepositoryInfo(repository_id=self._id, format_version=FORMAT_VERSION, server_version=__version__)
@@ -139,11 +144,11 @@ class LocalRepository(Repository):
         # New bytes don't take the room that deletions need.
         self._reserve.keep()
         self._check_owner()
-        return begin_push(self._store, self._index, fingerprint, namespace, self._check_owner)
+        return begin_push(self._store, self._index, fingerprint, namespace, self.observer, self._check_owner)
 
     def resume_push(self, push_id: str, namespace: str) -> LocalPush:
         """Take up a push that another process or request began in the namespace."""
-        return LocalPush(self._store, self._index, push_id, namespace, self._check_owner)
+        return LocalPush(self._store, self._index, push_id, namespace, self.observer, self._check_owner)
 
     def _check_owner(self) -> None:
         """Raise `Conflict` if the store has become another index's since it was opened."""
@@ -175,15 +180,25 @@ class LocalRepository(Repository):
         self._require(manifest.id, namespace)
         return [read_record(self._store, namespace, *block) for block in manifest.blocks[start : start + count]]
 
-    def probe(self) -> None:
-        """Touch the store and the index.
+    def probe_store(self) -> None:
+        """Read one object of the store.
 
         Raises
         ------
         RepositoryError, Unavailable
         """
-        open_marker(self._store, self.url)
-        self._index.stats(DEFAULT_NAMESPACE)
+        found = read_marker(self._store, self.url)
+        if found != self._id:
+            raise NotARepository(f"{self.url} is the repository {found} now; it was {self._id}", found=found)
+
+    def probe_index(self) -> int:
+        """Ask the index for the number of running pushes.
+
+        Raises
+        ------
+        RepositoryError, Unavailable
+        """
+        return self._index.running_pushes()
 
     def chunk_spec(self, artifact_id: str, namespace: str, digest: str) -> ChunkSpec:
         """Dtype and shape of a chunk that the artifact holds.
@@ -201,6 +216,7 @@ class LocalRepository(Repository):
         except ChunkCorrupt:
             self._await_again([digest])
             raise
+        self.observer.read(spec.size)
 
     def _await_again(self, digests: Sequence[str]) -> None:
         """Let the next push of damaged chunks send them; the damage is reported whether or not this can be noted."""
@@ -208,7 +224,9 @@ class LocalRepository(Repository):
             self._index.mark_damaged(digests)
 
     def match(self, namespace: str, keys: Sequence[str]) -> Match | None:
-        return self._index.match(check_namespace(namespace), keys)
+        match = self._index.match(check_namespace(namespace), keys)
+        self.observer.matched(len(keys), match.blocks if match else 0)
+        return match
 
     def query(self, query: ArtifactQuery) -> ArtifactPage:
         check_namespace(query.namespace)
@@ -256,6 +274,7 @@ class LocalRepository(Repository):
     def check(self, ref: str, namespace: str) -> StorageReport:
         report = check_artifact(self._store, self._require(ref, namespace, used=False), namespace, _CHECK_WORKERS)
         self._await_again([name for name in report.corrupt if name.startswith(BLAKE3)])
+        self.observer.damaged("check", len(report.corrupt))
         return report
 
     def stats(self, namespace: str) -> Stats:
@@ -275,17 +294,21 @@ class LocalRepository(Repository):
         if not grace_s >= 0:
             raise InvalidInput(f"the grace is {grace_s} s; it must be 0 or more")
         self._check_owner()
-        return self._reserve.spent_on(
-            lambda: collect_garbage(
-                self._store,
-                self._index,
-                grace_s=grace_s,
-                dry_run=dry_run,
-                sweep=sweep,
-                now=self._clock.now(),
-                withdrawn=self._holdings.forget,
+        began = time.monotonic()
+        with self._watched("gc"):
+            report = self._reserve.spent_on(
+                lambda: collect_garbage(
+                    self._store,
+                    self._index,
+                    grace_s=grace_s,
+                    dry_run=dry_run,
+                    sweep=sweep,
+                    now=self._clock.now(),
+                    withdrawn=self._holdings.forget,
+                )
             )
-        )
+        self.observer.collected(report, time.monotonic() - began)
+        return report
 
     def policy(self, namespace: str) -> Policy:
         return read_policy(self._store, namespace)
@@ -297,7 +320,20 @@ class LocalRepository(Repository):
         """As the interface says; ``ended`` waits for some seconds and returns True to stop the scrub there."""
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise InvalidInput(f"the rate is {bytes_per_s} bytes a second; it must be above 0")
-        return scrub(self._store, self._index, bytes_per_s=bytes_per_s, ended=ended)
+        began = time.monotonic()
+        with self._watched("scrub"):
+            report = scrub(self._store, self._index, bytes_per_s=bytes_per_s, ended=ended)
+        self.observer.damaged("scrub", report.damaged)
+        self.observer.scrubbed(report, time.monotonic() - began)
+        return report
+
+    @contextmanager
+    def _watched(self, job: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self.observer.failed(job)
+            raise
 
     def alone(self, job: str) -> AbstractContextManager[bool]:
         """True inside the block if no other process that serves this repository is inside one for the same job."""
