@@ -28,7 +28,7 @@ from repo_service.domain.errors import KvgraftError
 from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.services.access import Recognition, unauthenticated
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/metrics"})
 """What is answered without a token."""
 
 _ACCESS = "kvgraft.access"
