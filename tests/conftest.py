@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
+from places import FULL, Place, in_a_bucket
 from servers import S3Server, s3_server
 from serving import served
 
@@ -51,20 +53,49 @@ def s3(_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     return _s3
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Let tests that are marked for it run on S3 too; see `places`."""
+    marks = list(metafunc.definition.iter_markers("on_s3"))
+    said = {name for mark in marks for name, value in mark.kwargs.items() if value}
+    if not marks or "never" in said or not (FULL or "always" in said):
+        return
+    for name in ("module_root", "root"):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, ["disk", "s3"], indirect=True)
+            return
+
+
+@contextmanager
+def _place(request: pytest.FixtureRequest, directory: Path) -> Iterator[Place]:
+    if getattr(request, "param", "disk") == "disk":
+        yield directory / "repository"
+    else:
+        with in_a_bucket(request.getfixturevalue("_s3"), directory) as place:
+            yield place
+
+
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Where `repository` lies."""
-    return tmp_path / "repository"
+    with _place(request, tmp_path) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def module_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Where a repository of all tests of a module lies."""
+    with _place(request, tmp_path_factory.mktemp("module")) as place:
+        yield place
 
 
 @pytest.fixture(params=["embedded", "service"])
-def repository(request: pytest.FixtureRequest, root: Path) -> Iterator[Repository]:
+def repository(request: pytest.FixtureRequest, root: Place) -> Iterator[Repository]:
     """A new repository, opened in this process and through a service."""
     if request.param == "embedded":
-        with open_repository(f"file://{root}") as opened:
+        with open_repository(root.as_uri()) as opened:
             yield opened
     else:
-        with served(root) as url, open_repository(url) as opened:
+        with served(root.as_uri()) as url, open_repository(url) as opened:
             yield opened
 
 

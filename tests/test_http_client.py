@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from places import Place
 from synthetic import artifact, fingerprint
 from test_api import Made, Service, serving
 
@@ -46,6 +47,8 @@ from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactInfo, ArtifactQuery
 from repo_service.services.read import held_chunks
+
+pytestmark = pytest.mark.on_s3
 
 NS = "team-a"
 
@@ -118,8 +121,8 @@ def client(url: str, retry_s: float = 30) -> HttpRepository:
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(tmp_path_factory.mktemp("service") / "repository") as running:
+def service(module_root: Place) -> Iterator[Service]:
+    with serving(module_root) as running:
         yield running
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import FULL
 from pushing import push
 from synthetic import artifact
 from test_api import serving
@@ -79,16 +80,23 @@ def failures(report: MirrorReport) -> dict[str, str]:
     return {failure.artifact_id: failure.code for failure in report.artifacts_failed}
 
 
-KINDS = ("memory", "file", "http")
+KINDS = ("memory", "file", "http", "s3")
+WAYS = [f"{a} to {b}" for a in KINDS for b in KINDS]
 
 
-@pytest.mark.parametrize("way", [f"{a} to {b}" for a in KINDS for b in KINDS])
-def test_a_mirror_holds_what_its_source_holds_and_the_next_one_sends_nothing(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("way", [way for way in WAYS if FULL or "s3" not in way or way == "file to s3"])
+def test_a_mirror_holds_what_its_source_holds_and_the_next_one_sends_nothing(
+    tmp_path: Path, way: str, request: pytest.FixtureRequest
+) -> None:
     with ExitStack() as stack:
 
         def opened(kind: str, name: str) -> Repository:
             if kind == "memory":
                 return stack.enter_context(open_repository("memory:"))
+            if kind == "s3":
+                server = request.getfixturevalue("s3")
+                url, index = f"s3://{server.bucket}/{server.prefix()}", f"sqlite:///{tmp_path}/{name}.sqlite"
+                return stack.enter_context(open_repository(url, index=index))
             service = stack.enter_context(serving(tmp_path / name))
             url = service.url if kind == "http" else service.repository.url
             return stack.enter_context(open_repository(url))

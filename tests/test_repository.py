@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from places import Place
 from pushing import Artifact, offer, push
 from serving import served
 from synthetic import artifact, fingerprint
@@ -40,18 +41,19 @@ from repo_service.domain.schedule import canonical_steps
 from repo_service.domain.views import MAX_QUERY_CHARACTERS, MAX_QUERY_WORDS, ArtifactQuery
 from repo_service.services.read import held_chunks
 
+pytestmark = pytest.mark.on_s3
+
 MADE_WITH = fingerprint()
 SIZE = 16
 
 
 @pytest.fixture(scope="module", params=["embedded", "service"])
-def repository(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Repository]:
-    root = tmp_path_factory.mktemp(request.param) / "repository"
+def repository(request: pytest.FixtureRequest, module_root: Place) -> Iterator[Repository]:
     if request.param == "embedded":
-        with open_repository(f"file://{root}") as opened:
+        with open_repository(module_root.as_uri()) as opened:
             yield opened
     else:
-        with served(root) as url, open_repository(url) as opened:
+        with served(module_root.as_uri()) as url, open_repository(url) as opened:
             yield opened
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Place
 from pushing import Artifact, push
 from serving import served
 from sqlalchemy import insert
@@ -31,6 +32,8 @@ from repo_service.index.models import Unsettled
 from repo_service.services import scrub as scrubbing
 from repo_service.services.repository import open_local
 from repo_service.storage import local
+
+pytestmark = pytest.mark.on_s3
 
 MADE_WITH = fingerprint()
 KINDS = {
@@ -56,11 +59,11 @@ def filled(repository: Repository) -> str:
     return info.id
 
 
-def files(root: Path, kind: str) -> list[Path]:
+def files(root: Place, kind: str) -> list[Any]:
     return sorted(path for path in (root / kind).rglob("*") if path.is_file())
 
 
-def damage(path: Path, how: str) -> None:
+def damage(path: Place, how: str) -> None:
     data = path.read_bytes()
     if how == "altered":
         middle = len(data) // 2
@@ -82,21 +85,28 @@ def test_a_whole_repository_has_no_damage(repository: Repository) -> None:
 
 @pytest.mark.parametrize("how", ["altered", "truncated", "lost"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_is_found_named_and_healed(root: Path, kind: str, how: str, tmp_path: Path) -> None:
-    with open_repository(f"file://{root}") as repository, open_repository(f"file://{tmp_path}/whole") as whole:
+def test_damage_is_found_named_and_healed(root: Place, kind: str, how: str, tmp_path: Path) -> None:
+    with open_repository(root.as_uri()) as repository, open_repository(f"file://{tmp_path}/whole") as whole:
         push(whole, made(1))
         find_and_heal(repository, filled(repository), whole, root, kind, how)
 
 
-def test_a_service_finds_and_heals_damage_too(root: Path, tmp_path: Path) -> None:
-    with served(root) as url, open_repository(url) as repository, open_repository(f"file://{tmp_path}/whole") as whole:
+@pytest.mark.on_s3(always=True)
+def test_a_service_finds_and_heals_damage_too(root: Place, tmp_path: Path) -> None:
+    with (
+        served(root.as_uri()) as url,
+        open_repository(url) as repository,
+        open_repository(f"file://{tmp_path}/whole") as whole,
+    ):
         push(whole, made(1))
         artifact_id = filled(repository)
         for kind in KINDS:
             find_and_heal(repository, artifact_id, whole, root, kind, "altered")
 
 
-def find_and_heal(repository: Repository, artifact_id: str, whole: Repository, root: Path, kind: str, how: str) -> None:
+def find_and_heal(
+    repository: Repository, artifact_id: str, whole: Repository, root: Place, kind: str, how: str
+) -> None:
     path = files(root, kind)[0]
     before = path.read_bytes()
     damage(path, how)
@@ -127,7 +137,7 @@ def read(repository: Repository, artifact_id: str) -> None:
         raise ChunkCorrupt(report.corrupt[0])
 
 
-def test_a_damaged_chunk_that_a_reader_met_is_sent_again_by_the_next_push(repository: Repository, root: Path) -> None:
+def test_a_damaged_chunk_that_a_reader_met_is_sent_again_by_the_next_push(repository: Repository, root: Place) -> None:
     one = made(1)
     info, _ = push(repository, one)
     path = files(root, "chunks")[3]
@@ -143,8 +153,8 @@ def test_a_damaged_chunk_that_a_reader_met_is_sent_again_by_the_next_push(reposi
     assert sent == []
 
 
-def test_a_damaged_chunk_survives_the_end_of_a_push_and_goes_with_its_artifact(root: Path) -> None:
-    with open_local(f"file://{root}") as repository:
+def test_a_damaged_chunk_survives_the_end_of_a_push_and_goes_with_its_artifact(root: Place) -> None:
+    with open_local(root.as_uri()) as repository:
         info, _ = push(repository, made(1))
         path = files(root, "chunks")[0]
         damage(path, "altered")
@@ -159,7 +169,7 @@ def test_a_damaged_chunk_survives_the_end_of_a_push_and_goes_with_its_artifact(r
         assert not path.exists()
 
 
-def test_damage_without_a_source_is_left_and_said(repository: Repository, root: Path, tmp_path: Path) -> None:
+def test_damage_without_a_source_is_left_and_said(repository: Repository, root: Place, tmp_path: Path) -> None:
     info, _ = push(repository, made(1))
     damage(files(root, "chunks")[0], "altered")
     with open_repository(f"file://{tmp_path}/empty") as empty:
@@ -168,12 +178,12 @@ def test_damage_without_a_source_is_left_and_said(repository: Repository, root: 
         assert "artifact_not_found" in str(left.reason)
 
 
-def test_the_command_heals_and_says_by_its_exit_code_whether_damage_is_left(root: Path, tmp_path: Path) -> None:
+def test_the_command_heals_and_says_by_its_exit_code_whether_damage_is_left(root: Place, tmp_path: Path) -> None:
     for place in (root, tmp_path / "whole"):
-        with open_repository(f"file://{place}") as repository:
+        with open_repository(place.as_uri()) as repository:
             push(repository, made(1))
     damage(files(root, "chunks")[0], "lost")
-    command = [sys.executable, "-m", "repo_service.cli", "scrub", "--repo", f"file://{root}", "--json"]
+    command = [sys.executable, "-m", "repo_service.cli", "scrub", "--repo", root.as_uri(), "--json"]
     left = subprocess.run(command, check=False, capture_output=True, text=True)
     assert left.returncode == 1, left.stderr
     assert len(json.loads(left.stdout)["damage"]) == 1
@@ -183,11 +193,12 @@ def test_the_command_heals_and_says_by_its_exit_code_whether_damage_is_left(root
     assert [one["healed"] for one in json.loads(healed.stdout)["repairs"]] == [True]
 
 
+@pytest.mark.on_s3(never=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_disk_cannot_read_is_damage_and_heals(
-    root: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_local(f"file://{root}") as repository, open_repository(f"file://{tmp_path}/whole") as whole:
+    with open_local(root.as_uri()) as repository, open_repository(f"file://{tmp_path}/whole") as whole:
         push(whole, made(1))
         artifact_id = filled(repository)
         path = files(root, kind)[0]
@@ -224,22 +235,23 @@ def lose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "readv", failing_readv)
 
 
+@pytest.mark.on_s3(never=True)
 def test_a_repository_opens_although_an_unsettled_document_cannot_be_read(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         info, _ = push(repository, made(1))
         other, _ = push(repository, made(2))
         with repository._index._database.write_durably() as connection:
             noted = {"operation": "cut", "kind": "entry", "namespace": "default", "name": info.id}
             connection.execute(insert(Unsettled).values(**noted))
     lose(files(root, f"artifacts/{info.id.removeprefix('sha256:')[:2]}")[0], monkeypatch)
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         read(repository, other.id)
         push(repository, made(3))
 
 
-def test_damage_that_is_known_outlives_a_reindex(repository: Repository, root: Path) -> None:
+def test_damage_that_is_known_outlives_a_reindex(repository: Repository, root: Place) -> None:
     tokens = random.Random(1).choices(range(1000), k=40)
     shared, longer = artifact(tokens[:32], MADE_WITH), artifact(tokens, MADE_WITH)
     push(repository, shared)
@@ -253,7 +265,7 @@ def test_damage_that_is_known_outlives_a_reindex(repository: Repository, root: P
     assert repository.scrub().damaged == 0
 
 
-def test_a_quota_that_is_used_up_lets_damage_be_healed(repository: Repository, root: Path) -> None:
+def test_a_quota_that_is_used_up_lets_damage_be_healed(repository: Repository, root: Place) -> None:
     info, _ = push(repository, made(1))
     repository.set_policy("default", Policy(quota_bytes=repository.stats("default").unique_bytes - 1))
     damage(files(root, "chunks")[0], "lost")
@@ -265,9 +277,9 @@ def test_a_quota_that_is_used_up_lets_damage_be_healed(repository: Repository, r
         push(repository, made(2))
 
 
-def test_a_scrub_lists_so_much_damage_and_counts_all(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scrub_lists_so_much_damage_and_counts_all(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrubbing, "_LISTED", 2)
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         push(repository, made(1))
         for path in files(root, "chunks"):
             damage(path, "truncated")
@@ -276,7 +288,8 @@ def test_a_scrub_lists_so_much_damage_and_counts_all(root: Path, monkeypatch: py
     assert report.damaged == report.chunks == len(files(root, "chunks"))
 
 
-def test_old_copies_of_damaged_objects_are_collected(repository: Repository, root: Path) -> None:
+@pytest.mark.on_s3(never=True)
+def test_old_copies_of_damaged_objects_are_collected(repository: Repository, root: Place) -> None:
     push(repository, made(1))
     first, second = files(root, "chunks")[:2]
     damage(first, "altered")
@@ -292,8 +305,8 @@ def test_old_copies_of_damaged_objects_are_collected(repository: Repository, roo
     assert files(root, "quarantine") == [root / "quarantine" / second.relative_to(root)]
 
 
-def test_a_scrub_that_is_ended_says_so(root: Path) -> None:
-    with open_local(f"file://{root}") as repository:
+def test_a_scrub_that_is_ended_says_so(root: Place) -> None:
+    with open_local(root.as_uri()) as repository:
         push(repository, made(1))
         assert repository.scrub().complete
         for steps in range(10):
@@ -303,7 +316,7 @@ def test_a_scrub_that_is_ended_says_so(root: Path) -> None:
             assert report.artifacts + report.block_records + report.chunks == steps + 1
 
 
-def test_a_slow_scrub_that_was_asked_for_ends_with_the_service_and_runs_alone(root: Path) -> None:
+def test_a_slow_scrub_that_was_asked_for_ends_with_the_service_and_runs_alone(root: Place) -> None:
     """A rate of one byte a second held the service for ever."""
     with served(root) as url, open_repository(url) as repository, ThreadPoolExecutor(1) as thread:
         push(repository, made(1))
@@ -324,15 +337,15 @@ def test_a_slow_scrub_that_was_asked_for_ends_with_the_service_and_runs_alone(ro
         assert time.monotonic() - began < 20
 
 
-def running_services(root: Path) -> Iterator[int]:
+def running_services(root: Place) -> Iterator[int]:
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if root.as_uri().encode() in process.read_bytes():
                 yield int(process.parent.name)
 
 
-def test_a_rate_is_kept_and_a_scrub_can_be_ended(root: Path) -> None:
-    with open_local(f"file://{root}") as repository:
+def test_a_rate_is_kept_and_a_scrub_can_be_ended(root: Place) -> None:
+    with open_local(root.as_uri()) as repository:
         push(repository, made(1))
         size = repository.stats("default").unique_bytes
         began = time.monotonic()

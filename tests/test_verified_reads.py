@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from places import Place
 from pushing import push
 from serving import served
 from synthetic import artifact, fingerprint
@@ -18,25 +19,27 @@ from repo_service.domain.manifest import Manifest
 from repo_service.domain.repository import Repository
 from repo_service.services.read import held_chunks
 
+pytestmark = pytest.mark.on_s3
+
 FLIPS, TRUNCATIONS = 1000, 100
 KINDS = ("chunks", "blocks", "artifacts")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store") / "repository"
+def root(module_root: Place) -> Place:
+    return module_root
 
 
 @pytest.fixture(scope="module")
-def stored(root: Path) -> Manifest:
-    with open_repository(f"file://{root}") as repository:
+def stored(root: Place) -> Manifest:
+    with open_repository(root.as_uri()) as repository:
         made = artifact(random.Random(1).choices(range(1000), k=200), fingerprint())
         push(repository, made)
         return made[0]
 
 
 @contextmanager
-def damaged(path: Path, data: bytes) -> Iterator[None]:
+def damaged(path: Place, data: bytes) -> Iterator[None]:
     whole = path.read_bytes()
     path.write_bytes(data)
     try:
@@ -59,7 +62,7 @@ def read_everything(repository: Repository, artifact_id: str) -> None:
         repository.read_chunk(artifact_id, "default", digest, spec, memoryview(bytearray(spec.size)))
 
 
-def read_file(repository: Repository, manifest: Manifest, kind: str, path: Path) -> None:
+def read_file(repository: Repository, manifest: Manifest, kind: str, path: Place) -> None:
     """Read just what lies in one file, by the reader's usual way."""
     if kind == "artifacts":
         repository.manifest(manifest.id, "default")
@@ -71,7 +74,7 @@ def read_file(repository: Repository, manifest: Manifest, kind: str, path: Path)
         repository.read_chunk(manifest.id, "default", digest, held[digest], memoryview(bytearray(held[digest].size)))
 
 
-def check_damage(repository: Repository, root: Path, manifest: Manifest, flips: int, truncations: int) -> None:
+def check_damage(repository: Repository, root: Place, manifest: Manifest, flips: int, truncations: int) -> None:
     read_everything(repository, manifest.id)
     files = {kind: sorted(p for p in (root / kind).rglob("*") if p.is_file()) for kind in KINDS}
     assert all(files.values())
@@ -86,18 +89,19 @@ def check_damage(repository: Repository, root: Path, manifest: Manifest, flips: 
     read_everything(repository, manifest.id)
 
 
-def test_every_bit_flip_and_truncation_is_found_on_read(root: Path, stored: Manifest) -> None:
-    with open_repository(f"file://{root}") as repository:
+def test_every_bit_flip_and_truncation_is_found_on_read(root: Place, stored: Manifest) -> None:
+    with open_repository(root.as_uri()) as repository:
         check_damage(repository, root, stored, FLIPS, TRUNCATIONS)
 
 
-def test_every_bit_flip_and_truncation_is_found_through_the_service(root: Path, stored: Manifest) -> None:
-    with served(root) as url, open_repository(url) as repository:
+def test_every_bit_flip_and_truncation_is_found_through_the_service(root: Place, stored: Manifest) -> None:
+    with served(root.as_uri()) as url, open_repository(url) as repository:
         check_damage(repository, root, stored, 200, 40)
 
 
-def test_the_error_names_the_chunk_and_checking_reports_it(root: Path, stored: Manifest) -> None:
-    with open_repository(f"file://{root}") as repository:
+@pytest.mark.on_s3(always=True)
+def test_the_error_names_the_chunk_and_checking_reports_it(root: Place, stored: Manifest) -> None:
+    with open_repository(root.as_uri()) as repository:
         digest = repository.records(stored, "default")[3].chunks["full/v"][0]
         spec = held_chunks(stored, repository.records(stored, "default"))[digest]
         path = root / "chunks" / digest[7:9] / digest[9:]
@@ -108,8 +112,8 @@ def test_the_error_names_the_chunk_and_checking_reports_it(root: Path, stored: M
         assert repository.check(stored.id, "default").ok
 
 
-def test_a_lost_file_is_corruption_not_zeros(root: Path, stored: Manifest) -> None:
-    with open_repository(f"file://{root}") as repository:
+def test_a_lost_file_is_corruption_not_zeros(root: Place, stored: Manifest) -> None:
+    with open_repository(root.as_uri()) as repository:
         for kind in KINDS:
             path = next(p for p in (root / kind).rglob("*") if p.is_file())
             hidden = path.with_name("hidden")

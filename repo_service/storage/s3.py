@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -18,6 +20,12 @@ from repo_service.storage.store import MAX_KEY_CHARACTERS, Store, check_key, is_
 
 # What the caller hashes while the rest is on its way.
 _PIECE = 1024 * 1024
+
+# Keys in one answer to a listing, at most.
+_PAGE = 1000
+
+# Name of the metadata that tells which operation wrote an object.
+_MARK = "kvgraft-write"
 
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*?))?/?", re.ASCII)
 
@@ -65,8 +73,12 @@ class S3Store(Store):
         return self._bucket.run(lambda arrived: self._read(path, lambda size: out[:size], arrived), show)
 
     def put(self, key: str, data: Buffer) -> None:
-        path, body = self._path(key), _as_bytes(data)
-        self._bucket.run(lambda _: self._bucket.until_done(f"write {self._named(path)}", lambda: self._put(path, body)))
+        path, body, mark = self._path(key), _as_bytes(data), _new_mark()
+
+        def put() -> Coroutine[Any, Any, None]:
+            return self._put(path, body, mark)
+
+        self._bucket.run(lambda _: self._bucket.until_done(f"write {self._named(path)}", put))
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path, body = self._path(key), _as_bytes(data)
@@ -122,9 +134,9 @@ class S3Store(Store):
         return f"s3://{self._bucket.name}/{path}"
 
     def _below(self, path: str) -> Iterator[str]:
-        more: dict[str, str] = {}
+        more: dict[str, Any] = {}
         while True:
-            page = self._page(path, **more)
+            page = self._page(path, MaxKeys=_PAGE, **more)
             keys = (item["Key"].removeprefix(self._root) for item in page.get("Contents", ()))
             yield from filter(is_key, keys)
             if not page["IsTruncated"]:
@@ -146,8 +158,13 @@ class S3Store(Store):
         """Read an object into the memory that ``room`` gives for its size, saying up to where it has arrived."""
         etag, size, position, told = "", 0, 0, 0
         out: memoryview | None = None
+        clock = asyncio.get_running_loop().time
 
         async def attempt() -> int | None:
+            async with asyncio.timeout(self._bucket.silence_s) as silence:
+                return await read(silence)
+
+        async def read(silence: asyncio.Timeout) -> int | None:
             nonlocal etag, size, position, told, out
             rest = {} if out is None else {"Range": f"bytes={position}-{len(out) - 1}", "IfMatch": etag}
             try:
@@ -174,6 +191,7 @@ class S3Store(Store):
                     if not count:
                         raise Transient("the answer ended early")
                     position += count
+                    silence.reschedule(clock() + self._bucket.silence_s)
                     if arrived is not None and (position - told >= _PIECE or position == len(out)):
                         arrived(position)
                         told = position
@@ -181,29 +199,28 @@ class S3Store(Store):
 
         return await self._bucket.until_done(f"read {self._named(path)}", attempt, each=False)
 
-    async def _put(self, path: str, body: bytes, **condition: str) -> None:
-        await self._bucket.call("put_object", Key=path, Body=body, **condition)
+    async def _put(self, path: str, body: bytes, mark: str, **condition: str) -> None:
+        """One PUT. The object bears the mark of the operation that wrote it."""
+        await self._bucket.call("put_object", Key=path, Body=body, Metadata={_MARK: mark}, **condition)
 
     async def _create(self, path: str, body: bytes) -> bool:
-        in_doubt = False
+        mark = _new_mark()
 
         async def attempt() -> bool:
-            nonlocal in_doubt
-            # Until S3 has answered, this try may have done it.
-            before, in_doubt = in_doubt, True
             try:
-                await self._put(path, body, IfNoneMatch="*")
+                await self._put(path, body, mark, IfNoneMatch="*")
                 return True
             except Refused as refused:
                 if refused.status != 412:
                     raise
-            if not before:
-                in_doubt = False
-                if await self._is_there(path):
-                    return False
-            elif (found := await self._bytes(path)) is not None:
-                return found == body
-            raise Transient("it was removed while it was written")
+            # It may have been this PUT all the same, at a try whose answer was lost, or sent twice by
+            # aiohttp, which does so, unasked, when a connection breaks.
+            found = await self._marked(path)
+            if found is None:
+                raise Transient("it was removed while it was written")
+            data, found_mark = found
+            # A server that keeps no metadata leaves the bytes to tell by.
+            return data == body and found_mark in (mark, None)
 
         return await self._bucket.until_done(f"create {self._named(path)}", attempt)
 
@@ -221,14 +238,15 @@ class S3Store(Store):
             await body.read()
         return True
 
-    async def _bytes(self, path: str) -> bytes | None:
+    async def _marked(self, path: str) -> tuple[bytes, str | None] | None:
+        """An object's bytes, and the mark of whoever wrote them."""
         try:
             answer = await self._bucket.call("get_object", Key=path)
         except Missing:
             return None
         async with answer["Body"] as body:
             data: bytes = await body.read()
-        return data
+        return data, answer["Metadata"].get(_MARK)
 
 
 def parse_s3_url(url: str) -> tuple[str, str]:
@@ -255,3 +273,7 @@ def parse_s3_url(url: str) -> tuple[str, str]:
 
 def _as_bytes(data: Buffer) -> bytes:
     return data if isinstance(data, bytes) else bytes(memoryview(data))
+
+
+def _new_mark() -> str:
+    return uuid.uuid4().hex

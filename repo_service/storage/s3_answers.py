@@ -76,7 +76,7 @@ def transient(error: Exception, what: str) -> str:
             f"AWS_ENDPOINT_URL unless it is AWS; AWS_CA_BUNDLE names certificates to trust"
         ) from error
     if isinstance(error, (Transient, BotoCoreError, aiohttp.ClientError, OSError, ResponseParserError)):
-        return f"{type(error).__name__}: {error}"[:300]
+        return f"{type(error).__name__}: {str(error) or 'nothing came for too long'}"[:300]
     raise error
 
 

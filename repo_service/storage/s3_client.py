@@ -25,8 +25,9 @@ SECONDS = 60.0
 CONNECTIONS = 64
 _CONNECT_SECONDS = 5.0
 
-# Of an operation's time: the longest pause within an answer, and the longest try of anything but a read.
-_STALL_SHARE, _TRY_SHARE = 1 / 6, 1 / 3
+# Of an operation's time: the longest silence in a read, and the longest try of anything else. A write is given more,
+# since one that was given up may still be done, later than what comes after it.
+_SILENCE_SHARE, _TRY_SHARE = 1 / 6, 1 / 3
 
 # Between tries, at random up to twice as long each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
@@ -46,10 +47,16 @@ class Bucket:
         The bucket's.
     seconds
         Deadline of each operation.
+
+    Attributes
+    ----------
+    silence_s
+        How long a read waits for the next bytes before it is tried anew.
     """
 
     def __init__(self, name: str, seconds: float = SECONDS) -> None:
         self.name = name
+        self.silence_s = seconds * _SILENCE_SHARE
         self._seconds = seconds
         self._files: S3FileSystem | None = None
         self._unclosed: weakref.finalize[..., Any] | None = None
@@ -117,8 +124,8 @@ class Bucket:
                     pause = min(2 * pause, _LONGEST_PAUSE)
         except TimeoutError:
             raise Unavailable(
-                f"could not {what} within {self._seconds:g} s (at last: {last}): it may or may not have been done; "
-                f"see that S3 answers, and try again",
+                f"could not {what} within {self._seconds:g} s (at last: {last}): see that S3 answers, and try again. "
+                f"What was to be changed may be changed all the same",
                 bucket=self.name,
             ) from None
 
@@ -159,7 +166,7 @@ class Bucket:
         if self._files is None:
             config = {
                 "connect_timeout": min(_CONNECT_SECONDS, self._seconds),
-                "read_timeout": self._seconds * _STALL_SHARE,
+                "read_timeout": self._seconds * _TRY_SHARE,
                 "max_pool_connections": CONNECTIONS,
                 # Tries are counted, and chunks hashed, here.
                 "retries": {"total_max_attempts": 1},

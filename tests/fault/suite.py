@@ -32,8 +32,8 @@ class Fault:
     name: str
     target: str
     run: Callable[..., dict[str, Any]]
-    short: Mapping[str, int] = field(default_factory=dict)
-    full: Mapping[str, int] = field(default_factory=dict)
+    short: Mapping[str, float] = field(default_factory=dict)
+    full: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, directory: Path, seed: int, *, full: bool) -> dict[str, Any]:
         return self.run(directory, seed, **(self.full if full else self.short))
