@@ -50,6 +50,7 @@ COMMANDS = [
     "gc",
     "scrub",
     "retain",
+    "cache",
 ]
 ESCAPE = "\x1b[31m"
 
@@ -87,6 +88,7 @@ def kvgraft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("KVGRAFT_REPO", url(tmp_path / "repo"))
+    monkeypatch.setenv("KVGRAFT_CACHE_DIR", str(tmp_path / "cache"))
 
     def run(*args: object) -> Result:
         capsys.readouterr()

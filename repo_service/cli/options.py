@@ -68,7 +68,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def open_named(url: str, token: str | None = None, *, create: bool = False) -> Repository:
+def open_named(url: str, token: str | None = None, *, create: bool = False, cached: bool = False) -> Repository:
     """Open the repository at a URL.
 
     Parameters
@@ -76,14 +76,17 @@ def open_named(url: str, token: str | None = None, *, create: bool = False) -> R
     create
         Make a repository where a ``file:`` URL has none. Only commands that write to it do, so that
         a mistyped URL is an error and not a new repository.
+    cached
+        Read chunks from the node's cache, and keep them there. Commands that look after a repository, or go
+        through all of it, don't.
 
     Raises
     ------
-    MalformedUrl, NotARepository, NewerFormat
+    MalformedUrl, NotARepository, NewerFormat, InvalidInput
     """
     from repo_service.client import open_repository
 
-    return open_repository(expanded(url), token, create=create)
+    return open_repository(expanded(url), token, create=create, cache=None if cached else "off")
 
 
 def expanded(url: str) -> str:
