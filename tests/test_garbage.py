@@ -12,11 +12,10 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from pushing import Artifact, offer, push
+from pushing import Artifact, expire_pushes, offer, push
 from serving import served
 from synthetic import artifact, fingerprint
 
@@ -39,11 +38,6 @@ def stored(root: Path) -> set[str]:
     """Every file of the store but the marker and the index."""
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     return {name for name in files if name != "kvgraft.json" and not name.startswith("index.sqlite")}
-
-
-def expire_pushes(root: Path) -> None:
-    with open_local(f"file://{root}") as local:
-        local._index.expire_pushes(datetime.now(UTC) + timedelta(days=1))
 
 
 def test_a_repository_without_garbage_stays_as_it_is(repository: Repository, root: Path) -> None:

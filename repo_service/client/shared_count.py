@@ -6,12 +6,13 @@ import fcntl
 import os
 import struct
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The number, and its complement: a damaged one is known for that.
-_FORMAT = struct.Struct("<QQ")
-_ONES = 2**64 - 1
+# The number and its CRC: a damaged one is known for that.
+_NUMBER = struct.Struct("<Q")
+_CRC = struct.Struct("<I")
 
 _RETRY_S = 0.001
 
@@ -24,12 +25,12 @@ class Turn:
 
     def read(self) -> int | None:
         """The number; None where nobody has written one, or it is damaged."""
-        data = os.pread(self._fd, _FORMAT.size, 0)
-        number, complement = _FORMAT.unpack(data) if len(data) == _FORMAT.size else (0, 0)
-        return number if number ^ complement == _ONES else None
+        data = os.pread(self._fd, _NUMBER.size + _CRC.size, 0)
+        found = data[: _NUMBER.size]
+        return int(_NUMBER.unpack(found)[0]) if found and data == _sealed(found) else None
 
     def write(self, number: int) -> None:
-        os.pwrite(self._fd, _FORMAT.pack(number, number ^ _ONES), 0)
+        os.pwrite(self._fd, _sealed(_NUMBER.pack(number)), 0)
 
 
 @contextmanager
@@ -46,6 +47,10 @@ def take_turn(path: str, wait_s: float) -> Iterator[Turn | None]:
         # A child that was forked meanwhile holds the descriptor, too.
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+def _sealed(number: bytes) -> bytes:
+    return number + _CRC.pack(zlib.crc32(number))
 
 
 def _lock(fd: int, deadline: float) -> bool:

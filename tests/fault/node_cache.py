@@ -147,7 +147,6 @@ def judge(directory: Path, where: str) -> None:
         assert get(node, number), f"{where}: nothing more is kept"
         Path(node._path(chunk(number)[0])).unlink()
     assert not leftovers(directory), f"{where}: {leftovers(directory)} are left"
-    # A writer that died may leave one object that was not counted.
     assert on_disk(directory) <= _LIMIT, f"{where}: {on_disk(directory)} bytes"
 
 
