@@ -45,3 +45,16 @@ def on_disk(directory: Path) -> int:
         except FileNotFoundError:
             continue
     return sizes
+
+
+def use(directory: Path, limit: int, seed: int, reads: int, numbers: int, clears: float = 0.0) -> None:
+    """Read chunks, and keep those that are not there, as pulls do; now and then clear all."""
+    cache = NodeCache(directory, limit)
+    generator = random.Random(seed)
+    for _ in range(reads):
+        number = generator.randrange(numbers)
+        if get(cache, number) is None:
+            cache.keep(*chunk(number))
+        if generator.random() < clears:
+            cache.clear()
+    cache.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import families
 import pytest
 import torch
 from pushing import expire_pushes
+from test_api import serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import Buffer
@@ -147,6 +149,16 @@ def test_a_push_that_expires_in_a_deposit_begins_again_and_sends_nothing_twice(
     info = session.deposit(session.prefill(TOKENS, record=True) if recorded else TOKENS)
     assert len(sent) == len(set(sent)) > 7
     assert session.verify(info.id, samples=3).exact
+
+
+def test_a_graft_takes_its_chunks_from_the_nodes_cache(root: Path, tmp_path: Path) -> None:
+    with serving(root) as service, open_repository(service.url, cache=tmp_path / "node") as repository:
+        with session_of(repository) as session:
+            info = session.deposit(TOKENS)
+            fresh = session.prefill(TOKENS, graft=False).logits
+        shutil.rmtree(root / "chunks")
+        with open_repository(service.url, cache=tmp_path / "node") as again, session_of(again) as session:
+            assert torch.equal(session.graft(info.id).logits, fresh)
 
 
 def test_private_tokens_stay_private_and_are_needed_to_graft(session: GraftSession) -> None:

@@ -295,10 +295,10 @@ class NodeCache:
     def _limit(self, used: int) -> int:
         if self._limit_bytes is not None:
             return self._limit_bytes
-        try:
-            disk = os.statvfs(self.directory)
-        except OSError:
-            return DEFAULT_LIMIT
+        place = self.directory
+        while not os.path.exists(place):
+            place = os.path.dirname(place)
+        disk = os.statvfs(place)
         return min(DEFAULT_LIMIT, (disk.f_bavail * disk.f_frsize + used) // 10)
 
     # Evicting

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from caching import SPEC, chunk, files, get, leftovers, on_disk
+from caching import SPEC, chunk, files, get, leftovers, on_disk, use
 from pushing import push
 from serving import served
 
@@ -37,19 +37,6 @@ class Outcome(NamedTuple):
     killed: bool
     calls: list[str]
     seconds: float
-
-
-def use(directory: Path, seed: int, reads: int) -> None:
-    """Read chunks, and keep those that are not there, as pulls do; now and then all is cleared."""
-    node = NodeCache(directory, _LIMIT)
-    generator = random.Random(seed)
-    for _ in range(reads):
-        number = generator.randrange(_NUMBERS)
-        if get(node, number) is None:
-            node.keep(*chunk(number))
-        if generator.random() < 0.01:
-            node.clear()
-    node.close()
 
 
 def nursery(directory: Path, orders: Connection) -> None:
@@ -82,7 +69,7 @@ def _forked(directory: Path, seed: int, at_point: Point | None, writer: int | No
         try:
             Calls.start(at_point)
             began = time.monotonic()
-            use(directory, seed, 40)
+            use(directory, _LIMIT, seed, 40, _NUMBERS, clears=0.01)
             if writer is not None:
                 with os.fdopen(writer, "w") as lines:
                     lines.write("\n".join([str(time.monotonic() - began), *Calls.seen]))
