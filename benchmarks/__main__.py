@@ -53,6 +53,12 @@ def _memory(small: bool) -> Mapping[str, Any]:
     return memory.run(0.25 if small else 4.0)
 
 
+def _node_cache(small: bool) -> Mapping[str, Any]:
+    from benchmarks import node_cache
+
+    return node_cache.run(blocks=16 if small else 96, rounds=3 if small else 9)
+
+
 BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "restore": ("verified restore against a raw read and a sendfile server; safetensors, torch, zarr", _restore),
     "push": ("push against raw write and fsync; safetensors, torch, zarr", _push),
@@ -60,11 +66,12 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "scale": ("the same among 1 and 10 million blocks, on SQLite and PostgreSQL", _scale),
     "ttft": ("time to first token, grafted against fresh, at 2k, 4k and 8k tokens (SmolLM2-135M)", _ttft),
     "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),
+    "node-cache": ("pull through the service, cold and warm cache of the node, against a raw read", _node_cache),
 }
 
 
 def main() -> None:
-    listed = "\n".join(f"  {name:10}{what}" for name, (what, _) in BENCHMARKS.items())
+    listed = "\n".join(f"  {name:12}{what}" for name, (what, _) in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Ratios within one run; results go to benchmarks/results/<date>-<name>.json.",

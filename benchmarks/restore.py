@@ -39,7 +39,7 @@ def run(blocks: int, rounds: int) -> dict[str, Any]:
         url = f"file://{root}/repository"
         local = stack.enter_context(open_repository(url))
         push(local, artifact)
-        memory = _Destination(artifact)
+        memory = Destination(artifact)
         files = _same_bytes_in_files(root, artifact)
         served, _ = stack.enter_context(kvgraft_server(root / "repository"))
         remote = stack.enter_context(open_repository(served))
@@ -73,7 +73,7 @@ def run(blocks: int, rounds: int) -> dict[str, Any]:
         }
 
 
-class _Destination:
+class Destination:
     """Memory for the whole artifact, as an engine's cache takes it, reused by every way that can read into given memory."""
 
     def __init__(self, artifact: Synthetic) -> None:
@@ -137,15 +137,20 @@ def _fetch(port: int, files: list[Path], parts: list[memoryview], hasher: Callab
     connection.close()
 
 
-def _same_bytes_in_files(root: Path, artifact: Synthetic) -> list[Path]:
-    """One file a chunk for the raw ways, and the same state for safetensors, torch and zarr."""
-    directory = root / "files"
+def files_of(directory: Path, contents: Iterable[bytes]) -> list[Path]:
+    """A new directory with one file a chunk, in order."""
     directory.mkdir()
     files = []
-    for i, data in enumerate(artifact.contents.values()):
+    for i, data in enumerate(contents):
         path = directory / f"{i:06}"
         path.write_bytes(data)
         files.append(path)
+    return files
+
+
+def _same_bytes_in_files(root: Path, artifact: Synthetic) -> list[Path]:
+    """One file a chunk for the raw ways, and the same state for safetensors, torch and zarr."""
+    files = files_of(root / "files", artifact.contents.values())
     tensors = {
         f"{i:06}": torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
         for i, data in enumerate(artifact.contents.values())

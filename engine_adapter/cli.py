@@ -95,7 +95,7 @@ def deposit(
     _require_engine()
     source: str | list[int] = inputs.read_text(file) if file is not None else inputs.read_tokens(tokens_file or "-")
     with (
-        open_named(repo, token, create=True) as repository,
+        open_named(repo, token, create=True, cached=True) as repository,
         _session(repository, namespace, model, dtype, attention, device, block_tokens) as session,
         progress.shown("computing") as report,
     ):

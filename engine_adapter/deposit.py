@@ -12,7 +12,7 @@ from engine_adapter.transfer import BlockWriter
 from repo_service.domain.errors import InvalidInput
 from repo_service.domain.manifest import Manifest, check_annotations, check_text
 from repo_service.domain.names import check_tag
-from repo_service.domain.repository import Push
+from repo_service.domain.repository import Push, despite_expiry
 from repo_service.domain.tokens import token_chunks
 from repo_service.domain.views import ArtifactInfo
 
@@ -42,27 +42,31 @@ def deposit(
             raise InvalidInput("this run was not recorded: make it with record=True to deposit it")
     else:
         ids = session.encode(source)
-    with session.repository.begin_push(session.fingerprint, session.namespace) as push:
-        writer = BlockWriter(push, session.layout, session.fingerprint.id, ids)
-        try:
-            if isinstance(source, Run):
-                _write_recorded(source, writer)
-            else:
-                _compute(session, ids, writer, graft=graft, progress=progress)
-            records = writer.finish()
-        finally:
-            writer.close()
-        info = push.commit(
-            Manifest(
-                session.fingerprint,
-                len(ids),
-                None if private_tokens else _send_tokens(push, ids),
-                tuple((record.key, record.digest) for record in records),
-                parent=source.artifact_id if isinstance(source, Run) else None,
-                annotations=annotations,
-                text=text,
+
+    def publish() -> ArtifactInfo:
+        with session.repository.begin_push(session.fingerprint, session.namespace) as push:
+            writer = BlockWriter(push, session.layout, session.fingerprint.id, ids)
+            try:
+                if isinstance(source, Run):
+                    _write_recorded(source, writer)
+                else:
+                    _compute(session, ids, writer, graft=graft, progress=progress)
+                records = writer.finish()
+            finally:
+                writer.close()
+            return push.commit(
+                Manifest(
+                    session.fingerprint,
+                    len(ids),
+                    None if private_tokens else _send_tokens(push, ids),
+                    tuple((record.key, record.digest) for record in records),
+                    parent=source.artifact_id if isinstance(source, Run) else None,
+                    annotations=annotations,
+                    text=text,
+                )
             )
-        )
+
+    info = despite_expiry(publish)
     if tag is not None:
         session.repository.set_tag(session.namespace, tag, info.id)
         info = session.repository.artifact(info.id, session.namespace)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+from places import Place
 
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.views import ArtifactInfo
+from repo_service.services.repository import open_local
 
 Artifact = tuple[Manifest, list[BlockRecord], Mapping[str, bytes]]
 
@@ -28,3 +32,21 @@ def offer(running: Push, manifest: Manifest, records: Sequence[BlockRecord]) -> 
     if manifest.tokens is not None:
         missing = missing + running.offer_tokens(manifest.token_count, manifest.tokens)
     return missing
+
+
+def expire_pushes(root: Place) -> None:
+    """End the running pushes of a repository, as when their leases have run out."""
+    with open_local(root.as_uri()) as local:
+        local._index.expire_pushes(datetime.now(UTC) + timedelta(days=1))
+
+
+def expiring_once(root: Place, after: int) -> Callable[[str, int, int], None]:
+    """A progress display that ends the running pushes at its call number ``after``."""
+    calls: list[int] = []
+
+    def progress(_: str, done: int, __: int) -> None:
+        calls.append(done)
+        if len(calls) == after:
+            expire_pushes(root)
+
+    return progress

@@ -55,6 +55,7 @@ COMMANDS = [
     "token ls",
     "token revoke",
     "migrate",
+    "cache",
 ]
 ESCAPE = "\x1b[31m"
 
@@ -92,6 +93,7 @@ def kvgraft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("KVGRAFT_REPO", url(tmp_path / "repo"))
+    monkeypatch.setenv("KVGRAFT_CACHE_DIR", str(tmp_path / "cache"))
 
     def run(*args: object) -> Result:
         capsys.readouterr()
@@ -572,7 +574,8 @@ def test_serve_announces_its_address_and_ends_on_a_signal(
         child.send_signal(signal.SIGINT)
         out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (0, "")
-    assert all(" INFO kvgraft.access " in line for line in err.splitlines())
+        # Lines of the log, and of the audit log.
+        assert all(" INFO kvgraft.access " in line or line.startswith("{") for line in err.splitlines())
 
 
 def test_a_command_that_another_process_started_ends_when_that_is_killed(tmp_path: Path) -> None:

@@ -13,14 +13,23 @@ from typing import Any
 
 import pytest
 from places import Place
+from pushing import expire_pushes, expiring_once
 from synthetic import artifact, fingerprint
 from test_api import serving
 
 from repo_service.client import open_repository
 from repo_service.client.transfer import copy_artifact
 from repo_service.domain.digest import chunk_digest
-from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, Divergence, InvalidInput, MalformedName
+from repo_service.domain.errors import (
+    ArtifactNotFound,
+    ChunkCorrupt,
+    Divergence,
+    InvalidInput,
+    MalformedName,
+    PushNotFound,
+)
 from repo_service.domain.repository import Repository
+from repo_service.domain.views import ArtifactQuery
 from repo_service.services.documents import chunk_key
 from repo_service.services.read import held_chunks
 
@@ -126,6 +135,29 @@ def test_progress_goes_from_what_is_there_to_everything(source: Repository, dest
     assert done == sorted(done)
     assert (done[0], done[-1]) == (report.bytes_total - report.bytes_sent, report.bytes_total)
     assert len(done) == report.chunks_sent + 1
+
+
+@pytest.mark.parametrize("after", [1, 2, 10, 36, 37])
+def test_a_push_that_expires_begins_again_by_itself_and_sends_nothing_twice(
+    source: Repository, repository: Repository, root: Path, after: int
+) -> None:
+    artifact_id = publish(source, range(90))
+    ending = expiring_once(root, after)
+    report = copy_artifact(source, repository, artifact_id, NS, NS, workers=1, progress=ending)
+    assert report.chunks_sent == len(contents(source, artifact_id)) == 37
+    assert report.bytes_sent == report.bytes_total
+    assert repository.check(artifact_id, NS).ok
+
+
+def test_a_push_that_expires_again_and_again_is_given_up(
+    source: Repository, destination: Repository, root: Path
+) -> None:
+    artifact_id = publish(source, range(90))
+    with pytest.raises(PushNotFound):
+        copy_artifact(
+            source, destination, artifact_id, NS, NS, progress=lambda *_: expire_pushes(root.with_name("destination"))
+        )
+    assert destination.query(ArtifactQuery()).count == 0
 
 
 KILLED = """

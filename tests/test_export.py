@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+from pushing import expiring_once
 from synthetic import artifact, fingerprint
 from test_zarr_store import assembled
 from test_zarr_view import TOKENS, contents, many_dtypes, push
@@ -217,6 +218,16 @@ def test_an_altered_manifest_that_is_whole_in_itself_is_refused(
     path.write_bytes(path.read_bytes().replace(b'"checked":"no"', b'"checked":"ok"'))
     with pytest.raises(Corrupt, match="one of the two was altered"):
         import_artifact(other, tmp_path / "export", "default")
+
+
+def test_a_push_that_expires_in_an_import_begins_again(repository: Repository, tmp_path: Path) -> None:
+    info = push(repository, artifact(TOKENS))
+    export_artifact(repository, info.id, "default", tmp_path / "export")
+    with open_local(f"file://{tmp_path}/again") as again:
+        ending = expiring_once(tmp_path / "again", 5)
+        got = import_artifact(again, tmp_path / "export", "default", None, lambda n, total: ending("bytes", n, total))
+        assert got.id == info.id
+        assert again.check(info.id, "default").ok
 
 
 def test_two_chunks_exchanged_are_refused(repository: Repository, other: Repository, tmp_path: Path) -> None:

@@ -12,12 +12,11 @@ import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from places import Place
-from pushing import Artifact, offer, push
+from pushing import Artifact, expire_pushes, offer, push
 from serving import served
 from synthetic import artifact, fingerprint
 
@@ -44,11 +43,6 @@ def stored(root: Place) -> set[str]:
     return {
         name for name in files if name not in {"kvgraft.json", "index.json"} and not name.startswith("index.sqlite")
     }
-
-
-def expire_pushes(root: Place) -> None:
-    with open_local(root.as_uri()) as local:
-        local._index.expire_pushes(datetime.now(UTC) + timedelta(days=1))
 
 
 def test_a_repository_without_garbage_stays_as_it_is(repository: Repository, root: Place) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from places import FULL
-from pushing import push
+from pushing import expiring_once, push
 from synthetic import artifact
 from test_api import serving
 from test_copy import alter, contents
@@ -144,6 +144,15 @@ def test_150_artifacts_are_found_over_pages_whatever_the_destination_has(
     assert ids(destination) == {*wanted, *extra}
     assert mirror(source, destination, delete=True).artifacts_deleted == 60
     assert ids(destination) == ids(source) == set(wanted)
+
+
+def test_a_push_that_expires_in_a_mirror_begins_again_and_is_counted_once(
+    source: Repository, destination: Repository, tmp_path: Path
+) -> None:
+    push(source, artifact(range(90)))
+    ending = expiring_once(tmp_path / "destination", 20)
+    report = mirror(source, destination, workers=1, progress=ending)
+    assert (report.artifacts_copied, report.artifacts_failed, report.chunks_sent) == (1, [], 37)
 
 
 def test_an_empty_source_gives_nothing_and_deletes_nothing(memory: tuple[Repository, Repository]) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import families
 import pytest
 import torch
+from pushing import expire_pushes
+from test_api import serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from typing_extensions import Buffer
 
 from engine_adapter import GraftSession, open_repository
 from engine_adapter.canary import GROUPED_ATTENTION
@@ -25,6 +29,7 @@ from repo_service.domain.errors import (
     MalformedDocument,
 )
 from repo_service.domain.repository import Repository
+from repo_service.services.push import LocalPush
 
 TEXT = "The keeper opens the lower sluice before the upper one, and writes the level of the river in the book. " * 8
 TOKENS = random.Random(1).choices(range(3, 500), k=90)
@@ -125,6 +130,35 @@ def test_a_second_deposit_computes_and_sends_only_what_is_new(session: GraftSess
     after = session.repository.stats("default")
     assert after.blocks == before.blocks + 1
     assert second.token_count == 80
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_push_that_expires_in_a_deposit_begins_again_and_sends_nothing_twice(
+    session: GraftSession, root: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    sent: list[str] = []
+    put = LocalPush.put
+
+    def put_and_expire(push: LocalPush, digest: str, data: Buffer) -> None:
+        put(push, digest, data)
+        sent.append(digest)
+        if len(sent) == 7:
+            expire_pushes(root)
+
+    monkeypatch.setattr(LocalPush, "put", put_and_expire)
+    info = session.deposit(session.prefill(TOKENS, record=True) if recorded else TOKENS)
+    assert len(sent) == len(set(sent)) > 7
+    assert session.verify(info.id, samples=3).exact
+
+
+def test_a_graft_takes_its_chunks_from_the_nodes_cache(root: Path, tmp_path: Path) -> None:
+    with serving(root) as service, open_repository(service.url, cache=tmp_path / "node") as repository:
+        with session_of(repository) as session:
+            info = session.deposit(TOKENS)
+            fresh = session.prefill(TOKENS, graft=False).logits
+        shutil.rmtree(root / "chunks")
+        with open_repository(service.url, cache=tmp_path / "node") as again, session_of(again) as session:
+            assert torch.equal(session.graft(info.id).logits, fresh)
 
 
 def test_private_tokens_stay_private_and_are_needed_to_graft(session: GraftSession) -> None:

@@ -18,6 +18,8 @@ _STOP_SECONDS = 20
 # Settings that the user made for other repositories and services don't reach the commands.
 _PREFIX = "KVGRAFT_"
 _INHERITED = {"KVGRAFT_CACHE", "KVGRAFT_WHEELS", TRACEBACK_VARIABLE}
+# What they pull comes from where it is said to come from.
+_WITHOUT_CACHE = {"KVGRAFT_CACHE_DIR": "off"}
 
 
 class Children:
@@ -86,7 +88,7 @@ class Children:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env={k: v for k, v in os.environ.items() if not k.startswith(_PREFIX) or k in _INHERITED},
+            env={k: v for k, v in os.environ.items() if not k.startswith(_PREFIX) or k in _INHERITED} | _WITHOUT_CACHE,
         )
         self._running.append(child)
         return child

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from repo_service.cli import errors, output, progress
+from repo_service.cli import cache, errors, output, progress
 from repo_service.cli.options import (
     DEFAULT_REPO,
     REPO_VARIABLE,
@@ -110,7 +110,7 @@ def pull(
 
     Only what is missing here is fetched, so an interrupted copy goes on where it stopped.
     """
-    _copy(ref, (source, from_token, from_namespace or how.namespace), (to, to_token, how.namespace), how)
+    _copy(ref, (source, from_token, from_namespace or how.namespace), (to, to_token, how.namespace), how, cached=True)
 
 
 def mirror(
@@ -198,7 +198,7 @@ def export(
     from repo_service.services.export import export_artifact
 
     began = time.perf_counter()
-    with open_named(repo, token) as repository, progress.shown(f"exporting {ref}") as report:
+    with open_named(repo, token, cached=True) as repository, progress.shown(f"exporting {ref}") as report:
         done = export_artifact(repository, ref, namespace, directory, lambda n, total: report("bytes", n, total))
     if as_json:
         output.print_json(
@@ -207,6 +207,7 @@ def export(
                 "directory": str(directory.absolute()),
                 "chunks": done.chunks,
                 "bytes": done.bytes,
+                "cache": cache.use(repository),
             }
         )
     else:
@@ -237,7 +238,12 @@ def import_(
 
 
 def _copy(
-    ref: str, source: tuple[str, str | None, str], destination: tuple[str, str | None, str], how: Copying
+    ref: str,
+    source: tuple[str, str | None, str],
+    destination: tuple[str, str | None, str],
+    how: Copying,
+    *,
+    cached: bool = False,
 ) -> None:
     """Copy between two repositories, each given as URL, token and namespace."""
     from repo_service.client.transfer import copy_artifact
@@ -246,7 +252,7 @@ def _copy(
         raise InvalidInput("give --tag or --no-tag, not both")
     began = time.perf_counter()
     with (
-        open_named(source[0], source[1]) as there,
+        open_named(source[0], source[1], cached=cached) as there,
         open_named(destination[0], destination[1], create=True) as here,
         progress.shown(f"copying {ref}") as report,
     ):
@@ -254,7 +260,7 @@ def _copy(
             there, here, ref, source[2], destination[2], how.tag, how.workers, report, carry_tag=not how.no_tag
         )
     if how.as_json:
-        output.print_json(done.model_dump(mode="json"))
+        output.print_json(done.model_dump(mode="json") | ({"cache": cache.use(there)} if cached else {}))
     else:
         sent = f"{output.size(done.bytes_sent)} of {output.size(done.bytes_total)} sent"
         print(f"{done.artifact.id} is at {here.url}: {sent} in {output.seconds(time.perf_counter() - began)}")

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from repo_service.cli import access, browse, care, copying, errors, output, retain, upkeep
+from repo_service.cli import access, browse, cache, care, copying, errors, output, retain, upkeep
 from repo_service.version import __version__
 
 PLUGIN_GROUP = "kvgraft.commands"
@@ -56,7 +56,7 @@ def application() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_root)
-    for module in (browse, copying, upkeep, care, retain, access):
+    for module in (browse, copying, upkeep, care, retain, access, cache):
         module.register(app)
     for point in sorted(entry_points(group=PLUGIN_GROUP), key=lambda p: p.name):
         try:

@@ -71,7 +71,9 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def open_named(url: str, token: str | None = None, *, create: bool = False, take_over: bool = False) -> Repository:
+def open_named(
+    url: str, token: str | None = None, *, create: bool = False, cached: bool = False, take_over: bool = False
+) -> Repository:
     """Open the repository at a URL.
 
     Parameters
@@ -79,6 +81,9 @@ def open_named(url: str, token: str | None = None, *, create: bool = False, take
     create
         Make a repository where a ``file:`` or ``s3:`` URL has none. Only commands that write to it do, so that
         a mistyped URL is an error and not a new repository.
+    cached
+        Read chunks from the node's cache, and keep them there. Commands that look after a repository, or go
+        through all of it, don't.
     take_over
         Make the index that ``KVGRAFT_INDEX`` names the repository's.
 
@@ -88,7 +93,8 @@ def open_named(url: str, token: str | None = None, *, create: bool = False, take
     """
     from repo_service.client import open_repository
 
-    return open_repository(expanded(url), token, create=create, take_over=take_over)
+    cache = None if cached else "off"
+    return open_repository(expanded(url), token, create=create, cache=cache, take_over=take_over)
 
 
 def expanded(url: str) -> str:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from urllib.parse import urlsplit
 
+from repo_service.client.cache import NodeCache
+from repo_service.client.cached import CachedRepository
 from repo_service.client.http import HttpRepository
+from repo_service.client.settings import node_cache
 from repo_service.domain.errors import InvalidInput, MalformedUrl
 from repo_service.domain.repository import Repository
 from repo_service.services.places import MEMORY_URL, S3_SCHEME
 from repo_service.services.repository import open_local
 
-__all__ = ["open_repository"]
+__all__ = ["NodeCache", "open_repository"]
 
 
 def open_repository(
-    url: str, token: str | None = None, *, create: bool = True, index: str | None = None, take_over: bool = False
+    url: str,
+    token: str | None = None,
+    *,
+    create: bool = True,
+    index: str | None = None,
+    cache: NodeCache | str | os.PathLike[str] | None = None,
+    take_over: bool = False,
 ) -> Repository:
     """Open a repository.
 
@@ -30,13 +40,17 @@ def open_repository(
     index
         URL of the index of an ``s3:`` repository, ``KVGRAFT_INDEX`` by default: ``sqlite:///path`` where one
         machine uses it.
+    cache
+        Where chunks that come from another machine are kept on this one: a `NodeCache`, a directory, or ``off``; by
+        default what ``KVGRAFT_CACHE_DIR`` says.
     take_over
         Make this index the repository's, whichever it had; `Repository.reindex` is to follow.
 
     Raises
     ------
     MalformedUrl, NotARepository, NewerFormat, InvalidInput
-        ``InvalidInput`` for a token that no header can carry, and for an index that is missing.
+        ``InvalidInput`` for a token that no header can carry, an index that is missing, or a bound of the cache
+        that is no number.
     Conflict
         If the repository belongs to another index.
     """
@@ -46,7 +60,8 @@ def open_repository(
     except ValueError as error:
         raise MalformedUrl(f"{url!r} is no URL: {error}", url=url) from None
     if url == MEMORY_URL or parts.scheme in {"file", S3_SCHEME}:
-        return open_local(url, create=create, index_url=index, take_over=take_over)
+        local = open_local(url, create=create, index_url=index, take_over=take_over)
+        return _cached(local, node_cache(cache)) if parts.scheme == S3_SCHEME else local
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise MalformedUrl(
             f"{url!r} is no repository's URL: give file:///absolute/path, s3://bucket/prefix, memory:, http://host:port or https://host:port",
@@ -58,4 +73,8 @@ def open_repository(
         )
     if index is not None or take_over:
         raise InvalidInput(f"the service at {url} has its own index: name it where the service runs", url=url)
-    return HttpRepository(parts, token)
+    return _cached(HttpRepository(parts, token), node_cache(cache))
+
+
+def _cached(repository: Repository, cache: NodeCache | None) -> Repository:
+    return repository if cache is None else CachedRepository(repository, cache)

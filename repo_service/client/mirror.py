@@ -154,8 +154,8 @@ class _Meter:
         self._show(0)
 
     def copying(self, _: str, done: int, __: int) -> None:
-        """The progress of one copy, which is called once before the first chunk and once after each."""
-        if self._copied is not None:
+        """The progress of one copy, called once after each chunk, and before the first one of each push that it takes."""
+        if self._copied is not None and done > self._copied:
             self.chunks_sent += 1
             self.bytes_sent += done - self._copied
         self._copied = done

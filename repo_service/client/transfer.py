@@ -12,7 +12,7 @@ from pydantic import Field
 from repo_service.domain.errors import InvalidInput
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.names import check_namespace, check_tag, is_artifact_reference
-from repo_service.domain.repository import Repository
+from repo_service.domain.repository import Repository, despite_expiry
 from repo_service.domain.views import ArtifactInfo, View
 from repo_service.services.read import held_chunks
 
@@ -79,24 +79,34 @@ def copy_artifact(
     manifest = source.manifest(source.artifact(ref, source_namespace).id, source_namespace)
     records = source.records(manifest, source_namespace)
     held = held_chunks(manifest, records)
-    with destination.begin_push(manifest.fingerprint, destination_namespace) as push:
-        missing: set[str] = set()
-        for start in range(0, len(records), _OFFERED_RECORDS):
-            missing.update(push.offer(records[start : start + _OFFERED_RECORDS]))
-        if manifest.tokens is not None:
-            missing.update(push.offer_tokens(manifest.token_count, manifest.tokens))
+    tries: list[_Moves] = []
 
-        def move(digest: str, buffer: memoryview) -> None:
-            source.read_chunk(manifest.id, source_namespace, digest, held[digest], buffer)
-            push.put(digest, buffer)
+    def publish() -> ArtifactInfo:
+        with destination.begin_push(manifest.fingerprint, destination_namespace) as push:
+            missing: set[str] = set()
+            for start in range(0, len(records), _OFFERED_RECORDS):
+                missing.update(push.offer(records[start : start + _OFFERED_RECORDS]))
+            if manifest.tokens is not None:
+                missing.update(push.offer_tokens(manifest.token_count, manifest.tokens))
 
-        moves = _Moves(held, missing, progress)
-        moves.run(move, workers)
-        info = push.commit(manifest)
+            def move(digest: str, buffer: memoryview) -> None:
+                source.read_chunk(manifest.id, source_namespace, digest, held[digest], buffer)
+                push.put(digest, buffer)
+
+            tries.append(_Moves(held, missing, progress))
+            tries[-1].run(move, workers)
+            return push.commit(manifest)
+
+    info = despite_expiry(publish)
     if tag is not None:
         destination.set_tag(destination_namespace, tag, info.id)
         info = destination.artifact(info.id, destination_namespace)
-    return CopyReport(artifact=info, chunks_sent=moves.chunks, bytes_sent=moves.bytes, bytes_total=moves.total)
+    return CopyReport(
+        artifact=info,
+        chunks_sent=sum(moves.chunks for moves in tries),
+        bytes_sent=sum(moves.bytes for moves in tries),
+        bytes_total=sum(spec.size for spec in held.values()),
+    )
 
 
 def check_workers(workers: int) -> None:
@@ -112,15 +122,14 @@ class _Moves:
         # In the artifact's order, which is that of the source's disk.
         self._waiting = deque(digest for digest in held if digest in missing)
         sizes = [held[digest].size for digest in self._waiting]
-        self.chunks = len(sizes)
-        self.bytes = sum(sizes)
-        self.total = sum(spec.size for spec in held.values())
+        self.chunks = self.bytes = 0
+        self._total = sum(spec.size for spec in held.values())
         self._largest = max(sizes, default=0)
-        self._done = self.total - self.bytes
+        self._done = self._total - sum(sizes)
         self._held = held
         self._progress = progress
         self._lock = threading.Lock()
-        self._report(0)
+        self._report()
 
     def run(self, move: Callable[[str, memoryview], None], workers: int) -> None:
         """Hand every chunk's digest, with a buffer of its size, to ``move``; the first error ends all threads."""
@@ -138,7 +147,7 @@ class _Moves:
             while (digest := self._take()) is not None:
                 size = self._held[digest].size
                 move(digest, buffer[:size])
-                self._report(size)
+                self._sent(size)
         except BaseException:
             self._stop()
             raise
@@ -151,8 +160,13 @@ class _Moves:
         with self._lock:
             self._waiting.clear()
 
-    def _report(self, size: int) -> None:
+    def _sent(self, size: int) -> None:
         with self._lock:
+            self.chunks += 1
+            self.bytes += size
             self._done += size
-            if self._progress is not None:
-                self._progress("bytes", self._done, self.total)
+            self._report()
+
+    def _report(self) -> None:
+        if self._progress is not None:
+            self._progress("bytes", self._done, self._total)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from typing_extensions import Buffer
 
 from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope
-from repo_service.domain.errors import KvgraftError
+from repo_service.domain.errors import KvgraftError, PushNotFound
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
@@ -32,6 +32,8 @@ from repo_service.domain.views import (
     StorageReport,
     TagInfo,
 )
+
+T = TypeVar("T")
 
 
 class Push(ABC):
@@ -93,6 +95,18 @@ class Push(ABC):
             # The first error is the one to report; a push that can't be aborted expires.
             with suppress(KvgraftError):
                 self.abort()
+
+
+def despite_expiry(publish: Callable[[], T]) -> T:
+    """Call what begins a push and commits it, and once more if the push expired on the way.
+
+    A lease runs out where a machine slept for long or the repository's clock jumped. What was sent is stored,
+    unless garbage was collected meanwhile, and is not missing in the new push.
+    """
+    try:
+        return publish()
+    except PushNotFound:
+        return publish()
 
 
 class Repository(ABC):

@@ -32,7 +32,7 @@ from repo_service.domain.errors import (
 from repo_service.domain.manifest import MAX_MANIFEST_BYTES, Manifest, require_digest
 from repo_service.domain.names import check_tag
 from repo_service.domain.record import MAX_RECORD_BYTES, BlockRecord
-from repo_service.domain.repository import Push, Repository
+from repo_service.domain.repository import Push, Repository, despite_expiry
 from repo_service.domain.views import ArtifactInfo
 from repo_service.services.zarr_view import ChunkAddress, Hierarchy, ZarrView
 
@@ -119,9 +119,13 @@ def import_artifact(
                 path=key,
             )
     records = _read_records(source, manifest)
-    with repository.begin_push(manifest.fingerprint, namespace) as push:
-        _push_chunks(push, source, hierarchy, records, progress)
-        info = push.commit(manifest)
+
+    def publish() -> ArtifactInfo:
+        with repository.begin_push(manifest.fingerprint, namespace) as push:
+            _push_chunks(push, source, hierarchy, records, progress)
+            return push.commit(manifest)
+
+    info = despite_expiry(publish)
     if tag is None:
         return info
     repository.set_tag(namespace, tag, info.id)

@@ -98,10 +98,12 @@ def _place(arguments: Iterable[Any]) -> str:
 
 
 class Calling:
-    """The module ``os`` as `repo_service.storage.local` sees it, some of its functions wrapped."""
+    """The module ``os`` as another module sees it, some of its functions wrapped."""
 
-    def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._wrapped = {name: wrap(getattr(os, name)) for name in OS_CALLS}
+    def __init__(
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], names: Sequence[str] = OS_CALLS
+    ) -> None:
+        self._wrapped = {name: wrap(getattr(os, name)) for name in names}
 
     def __getattr__(self, name: str) -> Any:
         return self._wrapped.get(name) or getattr(os, name)
