@@ -113,7 +113,7 @@ def test_a_service_answers_429_and_its_client_waits(tmp_path: Path) -> None:
 def test_a_push_goes_through_under_a_limit_of_bytes(tmp_path: Path) -> None:
     made = artifact(range(40))
     with (
-        serving(tmp_path / "repository", namespace_mib_per_second=0.004) as service,
+        serving(tmp_path / "repository", namespace_mib_per_second=0.008) as service,
         open_repository(service.url) as repository,
     ):
         push(repository, made)
