@@ -16,6 +16,7 @@ import pytest
 import urllib3
 from fastapi import APIRouter
 from pushing import push
+from serving import served
 from synthetic import artifact
 from test_api import NO_DIGEST, Service, error_of, serving
 
@@ -23,6 +24,7 @@ import repo_service.services.access
 from repo_service.api.access import GuardedRoute, guarded_routes, needs
 from repo_service.api.app import create_app
 from repo_service.api.server import serve
+from repo_service.cli.main import main
 from repo_service.client import open_repository
 from repo_service.domain.access import Scope, parse_token
 from repo_service.domain.errors import (
@@ -30,6 +32,7 @@ from repo_service.domain.errors import (
     ArtifactNotFound,
     ChunkNotFound,
     InvalidInput,
+    KvgraftError,
     PushNotFound,
     TokenNotFound,
     Unauthenticated,
@@ -460,7 +463,55 @@ def test_i7_a_push_of_another_namespace_is_not_found(callers: Callers) -> None:
     running.put(digest, chunks[digest])
 
 
+def test_a_token_is_in_no_message_and_no_log(callers: Callers, caplog: pytest.LogCaptureFixture) -> None:
+    secret = callers.token(READ)
+    messages = []
+    with caplog.at_level("DEBUG"), open_repository(callers.service.url, secret) as repository:
+        messages.append(repr(repository))
+        for ask in (
+            lambda: repository.manifest("absent", "team-a"),
+            lambda: repository.delete(NO_DIGEST["sha256"], "team-a"),
+            lambda: repository.stats("team-b"),
+            lambda: open_repository(f"http://{secret}@127.0.0.1:1"),
+            lambda: open_repository("http://127.0.0.1:1", f"{secret} "),
+            lambda: repository.revoke_access_token(secret),
+            lambda: open_repository(callers.service.url, secret[:-1]).info(),
+        ):
+            with pytest.raises(KvgraftError) as failed:
+                ask()
+            messages.append(f"{failed.value} {failed.value.to_json()}")
+    assert secret[20:-1] not in caplog.text
+    assert not [message for message in messages if secret[20:-1] in message]
+
+
 # The service as a process is started
+
+
+def test_tokens_are_made_by_the_command_while_the_service_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "repository"
+    monkeypatch.setenv("KVGRAFT_AUTH", "tokens")
+
+    def run(*args: str, code: int = 0) -> Any:
+        assert main(["token", *args, "--json"]) == code
+        return json.loads(capsys.readouterr().out or "null")
+
+    with served(root) as url:
+        made = run("create", "--scope", "admin", "--namespace", "*", "--expires", "never", "--repo", f"file://{root}")
+        assert made["info"]["expires_at"] is None
+        through = ("--repo", url, "--token", made["token"])
+        other = run("create", "--scope", "read", "--namespace", "a", "--namespace", "b", "--expires", "2w", *through)
+        assert other["info"]["namespaces"] == ["a", "b"]
+        assert [item["id"] for item in run("ls", *through)["items"]] == [other["info"]["id"], made["info"]["id"]]
+        assert run("revoke", other["info"]["id"], *through)["revoked_at"] is not None
+        run("ls", "--repo", url, "--token", other["token"], code=5)
+        run("create", "--scope", "all", "--namespace", "a", *through, code=2)
+        run("revoke", "0" * 12, *through, code=3)
+        assert main(["token", "ls", *through]) == 0
+        listed = capsys.readouterr().out
+        assert "revoked" in listed
+        assert made["token"] not in listed
 
 
 def test_a_service_that_asks_for_tokens_may_listen_anywhere_and_can_have_some(tmp_path: Path) -> None:

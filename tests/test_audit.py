@@ -56,7 +56,11 @@ def test_every_act_has_a_line_that_says_who_did_what_and_how_it_ended(
         repository.reindex()
         other = repository.create_access_token(Scope.READ, ["team-b"])
         repository.revoke_access_token(other.info.id)
+        service.error("DELETE", f"/v1/tokens/{other.token}", Authorization=f"Bearer {token.token}")
     written = lines(caplog)
+    mistaken = written.pop()
+    assert mistaken["what"] == {"token_id": f"kvg_{other.info.id}_…"}
+    assert mistaken["outcome"] == "malformed_name"
     policy = Policy(max_age_s=60).model_dump(mode="json")
     push_id = written[0]["what"].pop("push_id")
     assert len(push_id) == 32

@@ -13,7 +13,7 @@ from test_api import error_of, serving
 
 from repo_service.api.rates import Rates
 from repo_service.client import open_repository
-from repo_service.domain.errors import RateLimited
+from repo_service.domain.errors import RateLimited, TagNotFound
 from repo_service.settings import Settings
 
 MIB = 2**20
@@ -106,13 +106,14 @@ def test_a_service_answers_429_and_its_client_waits(tmp_path: Path) -> None:
         assert all(service.request("GET", "/healthz").status == 200 for _ in range(12))
         with open_repository(service.url) as repository:
             for _ in range(7):
-                repository.stats("default")
+                with pytest.raises(TagNotFound):
+                    repository.delete_tag("default", "none")
 
 
 def test_a_push_goes_through_under_a_limit_of_bytes(tmp_path: Path) -> None:
     made = artifact(range(40))
     with (
-        serving(tmp_path / "repository", namespace_mib_per_second=0.004) as service,
+        serving(tmp_path / "repository", namespace_mib_per_second=0.008) as service,
         open_repository(service.url) as repository,
     ):
         push(repository, made)

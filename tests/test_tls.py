@@ -216,7 +216,7 @@ def test_a_slow_reader_gets_its_chunk_in_longer_than_a_transfer_may_stall(
     tmp_path: Path, authority: dict[str, str], trusted: dict[str, str]
 ) -> None:
     made = big_artifact()
-    settings: dict[str, Any] = {"idle_seconds": 2.0, "stall_seconds": 2.0, **trusted}
+    settings: dict[str, Any] = {"idle_seconds": 1.5, "stall_seconds": 1.5, **trusted}
     with serving(tmp_path / "repository", **settings) as service:
         push_all(service.repository, made, "default")
         digest = made[1][0].chunks["full/k"][0]
@@ -228,7 +228,7 @@ def test_a_slow_reader_gets_its_chunk_in_longer_than_a_transfer_may_stall(
                 assert piece, f"cut after {len(got)} bytes"
                 got += piece
                 if len(got) < 6 * 2**20:
-                    time.sleep(0.015)
+                    time.sleep(0.01)
         assert bytes(got).endswith(made[2][digest])
 
 

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from repo_service.api import artifact_routes, chunk_routes, push_routes, service_routes, token_routes
-from repo_service.api.access import Authentication, guarded_routes
+from repo_service.api.access import OPEN_PATHS, Authentication, guarded_routes
 from repo_service.api.context import NAMESPACE_PARAMETER, Context
 from repo_service.api.errors import ErrorAnswer, error_answers, install_error_handlers
 from repo_service.api.loopback import LoopbackOnly
@@ -27,6 +27,8 @@ namespace `default`. Every error is `{"error": {"code", "message", "details"}}` 
 
 
 class _Application(FastAPI):
+    asks_for_tokens = False
+
     def openapi(self) -> dict[str, Any]:
         described = self.openapi_schema is not None
         schema = super().openapi()
@@ -34,6 +36,11 @@ class _Application(FastAPI):
             for path, operations in schema["paths"].items():
                 for operation in operations.values() if "{namespace}" in path else ():
                     operation.setdefault("parameters", []).insert(0, NAMESPACE_PARAMETER)
+            if self.asks_for_tokens:
+                schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+                schema["security"] = [{"token": []}]
+                for path in OPEN_PATHS:
+                    schema["paths"][path]["get"]["security"] = []
         return schema
 
     def build_middleware_stack(self) -> ASGIApp:
@@ -75,9 +82,9 @@ def create_app(
     app.state.context = Context(repository, settings)
     app.state.tracer_provider = tracer_provider
     install_error_handlers(app)
-    asks_for_tokens = settings.auth == "tokens"
-    app.add_middleware(Authentication, recognition=repository.recognition if asks_for_tokens else None)
-    if not asks_for_tokens and not settings.insecure_any_host:
+    app.asks_for_tokens = settings.auth == "tokens"
+    app.add_middleware(Authentication, recognition=repository.recognition if app.asks_for_tokens else None)
+    if not app.asks_for_tokens and not settings.insecure_any_host:
         app.add_middleware(LoopbackOnly)
     own = list(app.routes)
     # Routes are tried in order: those that are asked most come first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ UNANSWERED = "unanswered"
 
 _WHAT = "kvgraft.what"
 _LONGEST = 200
+_SECRET = re.compile(r"(?<=kvg_[0-9a-f]{12})_\w+")
 
 
 def note(request: Request, **what: Any) -> None:
@@ -52,9 +54,14 @@ def recorded(scope: Scope, act: str, token_id: str | None, namespace: str | None
         outcome = KvgraftError.code
         raise
     finally:
-        what = {name: str(value)[:_LONGEST] for name, value in scope["path_params"].items() if name != "namespace"}
+        what = {name: _shown(value) for name, value in scope["path_params"].items() if name != "namespace"}
         where = {} if namespace is None else {"namespace": namespace[:_LONGEST]}
         record(who=_who(scope, token_id), did=act, **where, what=what | scope.get(_WHAT, {}), outcome=outcome)
+
+
+def _shown(value: object) -> str:
+    """A value of the path, without the secret that somebody took for an id."""
+    return _SECRET.sub("_…", str(value))[:_LONGEST]
 
 
 def _who(scope: Scope, token_id: str | None) -> dict[str, str | None]:

@@ -68,14 +68,18 @@ def serve(settings: Settings, announce: Callable[[str, str], None] = _announce) 
     ):
         server = make_server(repository, settings, tracer_provider)
         stack.enter_context(_ended_by_signal(server))
-        announce(address(listener, "https" if settings.tls_cert else "http"), _guard(settings))
+        announce(address(listener, "https" if settings.tls_cert else "http"), _guard(settings, repository))
         server.run(sockets=[listener])
 
 
-def _guard(settings: Settings) -> str:
+def _guard(settings: Settings, repository: LocalRepository) -> str:
     if settings.auth == "tokens":
         exposed = not settings.tls_cert and not is_loopback(settings.host)
-        return "every request needs a token" + ("; NOT ENCRYPTED: have a proxy do that" if exposed else "")
+        return (
+            "every request needs a token"
+            + ("" if repository.access_tokens() else "; there is none yet: kvgraft token create makes one")
+            + ("; NOT ENCRYPTED: have a proxy do that" if exposed else "")
+        )
     if settings.insecure_any_host:
         return "ANYONE who reaches it may read, push and delete: no tokens are asked for"
     return "loopback only: no tokens are asked for"

@@ -67,7 +67,9 @@ def open_repository(
             f"{url!r} is no repository's URL: give file:///absolute/path, s3://bucket/prefix, memory:, http://host:port or https://host:port",
             url=url,
         )
-    if parts.path not in {"", "/"} or parts.query or parts.fragment or "@" in parts.netloc:
+    if "@" in parts.netloc:
+        raise MalformedUrl("the URL holds a user name or a password, and services take neither: give a token instead")
+    if parts.path not in {"", "/"} or parts.query or parts.fragment:
         raise MalformedUrl(
             f"{url!r} has more than a scheme, host and port: give http://host:port or https://host:port", url=url
         )

@@ -19,7 +19,15 @@ import urllib3.connection
 from typing_extensions import Buffer
 
 from repo_service.domain.digest import ChunkHasher
-from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError, ServiceError, Unavailable, error_types
+from repo_service.domain.errors import (
+    ChunkCorrupt,
+    InvalidInput,
+    KvgraftError,
+    RateLimited,
+    ServiceError,
+    Unavailable,
+    error_types,
+)
 from repo_service.domain.layout import ChunkSpec
 from repo_service.version import __version__
 
@@ -250,7 +258,9 @@ class Transport:
             try:
                 return self._try(method, path, use, body, headers or {}, read_s)
             except _Busy as busy:
-                reason, wait, last = busy.error, busy.delay_s, not again
+                # Nothing was begun of what the rate did not admit.
+                refused = isinstance(busy.error, RateLimited)
+                reason, wait, last = busy.error, busy.delay_s, not (again or refused)
             except _LOST as error:
                 if (distrust := _distrust(error)) is not None:
                     raise self._untrusted(distrust) from None
