@@ -447,7 +447,7 @@ TestLocalAgainstADict.settings = settings(deadline=None, max_examples=20, statef
 
 def test_of_many_threads_one_creates_an_object(store: Store) -> None:
     # SeaweedFS lets a writer wait for a second and more where several write one key.
-    rounds = 2 if isinstance(store, S3Store) else 20
+    rounds = 1 if isinstance(store, S3Store) else 20
     with ThreadPoolExecutor(8) as pool:
         for number in range(rounds):
             barrier = threading.Barrier(8)
