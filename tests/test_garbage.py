@@ -53,7 +53,7 @@ def test_a_repository_without_garbage_stays_as_it_is(repository: Repository, roo
     assert stored(root) == before
     assert report == GarbageReport(
         dry_run=False, settled=0, expired_pushes=0, artifacts=0, chunks=0, block_records=0, manifests=0,
-        temp_files=0, quarantined=0, bytes=0, unreadable=[], removed=[],
+        temp_files=0, quarantined=0, bytes=0, unreadable=[], stuck=[], removed=[],
     )  # fmt: skip
     assert repository.check(info.id, "default").ok
 

@@ -40,12 +40,12 @@ def gc(
     """Collect garbage: remove what no artifact and no running push needs.
 
     Also recovers what crashed processes left, and ends pushes that were abandoned. Safe while others
-    push and pull. Exits with 1 if something in the store could not be read.
+    push and pull. Exits with 1 if something in the store could not be read or removed.
     """
     with open_named(repo, token) as repository, progress.shown("collecting garbage"):
         report = repository.collect_garbage(grace_s=grace, dry_run=dry_run)
     output.print_either(report.model_dump(mode="json"), _garbage(report), as_json)
-    if report.unreadable:
+    if report.unreadable or report.stuck:
         raise typer.Exit(errors.INEXACT)
 
 
@@ -66,7 +66,8 @@ def _garbage(report: GarbageReport) -> str:
         lines.append(f"corrected the index after {output.count(report.settled, 'document')}")
     lines += [f"unreadable: {key}" for key in report.unreadable]
     if report.unreadable:
-        lines.append("what the index does not know was left alone: it may belong to what can't be read")
+        lines.append("nothing else was removed: it may belong to what can't be read; heal that, or kvgraft rm its id")
+    lines += [f"not removed: {key}" for key in report.stuck]
     return "\n".join(lines)
 
 
@@ -105,7 +106,9 @@ def scrub(
                 repairs = repair(source, repository, report.touched, say)
     value = report.model_dump(mode="json") | {"repairs": [one.model_dump(mode="json") for one in repairs]}
     output.print_either(value, _damage(report, repairs), as_json)
-    if len([one for one in repairs if one.healed]) < len(report.touched) or report.damaged > len(report.damage):
+    left = [item for item in report.damage if not item.healed and not item.artifacts]
+    repaired = len([one for one in repairs if one.healed]) == len(report.touched)
+    if left or not repaired or report.damaged > len(report.damage):
         raise typer.Exit(errors.INEXACT)
 
 
@@ -118,7 +121,8 @@ def _damage(report: ScrubReport, repairs: list[Repair]) -> str:
     lines = [f"verified {', '.join(read)}: {output.count(report.damaged, 'damaged object')}"]
     for item in report.damage:
         whose = ", ".join(f"{artifact} in {namespace}" for namespace, artifact in item.artifacts)
-        lines.append(f"{item.kind} {item.name}: {'healed' if item.healed else f'needed by {whose}'}")
+        needed = f"needed by {whose}" if whose else "to be set anew"
+        lines.append(f"{item.kind} {item.name}: {'healed' if item.healed else needed}")
     if report.damaged > len(report.damage):
         lines.append(f"and {report.damaged - len(report.damage):,} more: run it again when these are healed")
     for one in repairs:

@@ -232,9 +232,10 @@ class GarbageReport(View):
     quarantined: int = Field(description="Copies of damaged objects that a scrub kept more than 30 days ago.")
     bytes: int = Field(description="Bytes of chunks freed.")
     unreadable: list[str] = Field(
-        description="Entries and policies that can't be read. While there are such entries, only what the index "
-        "itself let go is removed: what no row knows may be theirs. A policy that can't be read lets nothing go."
+        description="Entries and policies that can't be read. While there are such entries no chunk, block record or "
+        "manifest is removed: it may be theirs. A policy that can't be read lets nothing go."
     )
+    stuck: list[str] = Field(description="Store keys of what could not be removed; the next collection tries again.")
     removed: list[Removed] = Field(description="The first 1,000 things removed; all of them are in the audit log.")
 
 
@@ -248,8 +249,8 @@ class SchemaReport(View):
 class Damage(View):
     """Something stored that does not verify, or is gone."""
 
-    kind: Literal["entry", "tag", "divergence", "manifest", "block record", "chunk"]
-    name: str = Field(description="Store key of an entry, tag or divergence; artifact id, block key or digest.")
+    kind: Literal["entry", "tag", "divergence", "policy", "manifest", "block record", "chunk"]
+    name: str = Field(description="Store key of an entry, tag, divergence or policy; artifact id, block key or digest.")
     namespace: str | None = None
     artifacts: list[tuple[str, str]] = Field(description="Namespace and id of artifacts that need it, the first 100.")
     quarantined: str | None = Field(description="Where the damaged bytes were put; None if there were none.")

@@ -1,5 +1,6 @@
 """SQL only: what is published, what is being pushed, and where to find it. No bytes of state pass through here."""
 
+from repo_service.index.damage import PublishedChunk
 from repo_service.index.entry import Entry
 from repo_service.index.index import Index
 from repo_service.index.orphans import Objects
@@ -7,7 +8,7 @@ from repo_service.index.pushes import Offered, PushRow
 from repo_service.index.rebuild import Rebuilt
 from repo_service.index.reclaim import Reclaimable
 from repo_service.index.retention import LetGo
-from repo_service.index.unsettled import ENTRY, TAG, Noted
+from repo_service.index.unsettled import ENTRY, TAG, Noted, Settled
 
 __all__ = [
     "ENTRY",
@@ -18,7 +19,9 @@ __all__ = [
     "Noted",
     "Objects",
     "Offered",
+    "PublishedChunk",
     "PushRow",
     "Rebuilt",
     "Reclaimable",
+    "Settled",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, case, exists, select, update
+from sqlalchemy import Connection, bindparam, case, exists, func, select, update
 
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
 from repo_service.domain.layout import ChunkSpec
@@ -45,6 +45,14 @@ class PublishedRecord(NamedTuple):
     record: str
 
 
+class PublishedChunk(NamedTuple):
+    """A chunk, and whether it was found damaged before."""
+
+    digest: str
+    spec: ChunkSpec
+    damaged: bool
+
+
 Holder = tuple[str, str]
 """Namespace and id of an artifact."""
 
@@ -79,6 +87,18 @@ _HOLDING = (
     .subquery()
 )
 _HOLDERS = select(_HOLDING).order_by(_HOLDING.c.namespace, _HOLDING.c.digest).limit(HOLDERS)
+
+
+_WHOLE = (
+    update(Chunk)
+    .where(Chunk.digest.in_(select(_DIGESTS.c.digest)), Chunk.state == ChunkState.DAMAGED)
+    .values(state=ChunkState.PUBLISHED)
+)
+
+
+def mark_whole(connection: Connection, digests: Sequence[str]) -> None:
+    """Take back that chunks are damaged, whose bytes have been read and verified."""
+    connection.execute(_WHOLE, bound([parse_digest(digest, BLAKE3) for digest in digests]))
 
 
 def mark(connection: Connection, digests: Sequence[str]) -> None:
@@ -119,18 +139,23 @@ def records_after(connection: Connection, row: int, limit: int) -> list[Publishe
     ]
 
 
-def chunks_after(connection: Connection, digest: str | None, limit: int) -> list[tuple[str, ChunkSpec]]:
+def chunks_after(connection: Connection, digest: str | None, limit: int) -> list[PublishedChunk]:
     """Chunks that an artifact of any namespace refers to, each once, by digest."""
     after = b"" if digest is None else parse_digest(digest, BLAKE3)
     referred = [exists().where(column == Chunk.id) for column in _PUBLISHED]
     rows = connection.execute(
-        select(Chunk.digest, Chunk.dtype, Chunk.shape)
+        select(
+            Chunk.digest,
+            Chunk.dtype,
+            Chunk.shape,
+            func.max(case((Chunk.state == ChunkState.DAMAGED, 1), else_=0)).label("damaged"),
+        )
         .where(Chunk.digest > after, referred[0] | referred[1])
-        .distinct()
+        .group_by(Chunk.digest, Chunk.dtype, Chunk.shape)
         .order_by(Chunk.digest)
         .limit(limit)
     )
-    return [(format_digest(BLAKE3, row.digest), chunks.spec_of(row)) for row in rows]
+    return [PublishedChunk(format_digest(BLAKE3, row.digest), chunks.spec_of(row), bool(row.damaged)) for row in rows]
 
 
 def holders_of_chunk(connection: Connection, digest: str) -> list[Holder]:

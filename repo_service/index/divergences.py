@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select, tuple_
 
 from repo_service.domain.digest import SHA256, format_digest, parse_digest
 from repo_service.domain.views import Divergence
@@ -13,6 +14,8 @@ from repo_service.index.dialect import insert_new
 from repo_service.index.models import DivergenceRow
 
 MAX_LISTED = 1000
+
+_ROWS = select(*DivergenceRow.__table__.columns)
 
 
 def record(connection: Connection, divergence: Divergence) -> None:
@@ -32,20 +35,28 @@ def record(connection: Connection, divergence: Divergence) -> None:
 
 def newest(connection: Connection, namespace: str) -> list[Divergence]:
     rows = connection.execute(
-        select(*DivergenceRow.__table__.columns)
-        .where(DivergenceRow.namespace == namespace)
+        _ROWS.where(DivergenceRow.namespace == namespace)
         .order_by(DivergenceRow.created_at.desc(), DivergenceRow.id)
         .limit(MAX_LISTED)
     )
-    return [
-        Divergence(
-            id=row.id,
-            namespace=row.namespace,
-            block_key=format_digest(SHA256, row.block_key),
-            stored_record=format_digest(SHA256, row.stored_record),
-            offered_record=format_digest(SHA256, row.offered_record),
-            chunks=json.loads(row.chunks),
-            created_at=times.from_microseconds(row.created_at),
-        )
-        for row in rows
-    ]
+    return [_view(row) for row in rows]
+
+
+def after(connection: Connection, last: Divergence | None, limit: int) -> list[Divergence]:
+    """Those of all namespaces that follow ``last``, by namespace and id."""
+    page = _ROWS.order_by(DivergenceRow.namespace, DivergenceRow.id).limit(limit)
+    if last is not None:
+        page = page.where(tuple_(DivergenceRow.namespace, DivergenceRow.id) > (last.namespace, last.id))
+    return [_view(row) for row in connection.execute(page)]
+
+
+def _view(row: Row[*tuple[Any, ...]]) -> Divergence:
+    return Divergence(
+        id=row.id,
+        namespace=row.namespace,
+        block_key=format_digest(SHA256, row.block_key),
+        stored_record=format_digest(SHA256, row.stored_record),
+        offered_record=format_digest(SHA256, row.offered_record),
+        chunks=json.loads(row.chunks),
+        created_at=times.from_microseconds(row.created_at),
+    )

@@ -8,11 +8,12 @@ snapshot, take no lock and make no writer wait.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Literal
 
 from sqlalchemy import Connection, Engine
@@ -23,6 +24,9 @@ from repo_service.index.line import Line
 
 BUSY_SECONDS = 30
 """How long a transaction waits for the write lock."""
+
+FORK_SECONDS = 5
+"""How long a fork waits for a transaction that writes."""
 
 Mode = Literal["read", "write", "durable"]
 
@@ -43,7 +47,8 @@ class Database(ABC):
         self._reader = reader
         self._line = Line()
         self._failed_at = 0.0
-        _forget_connections_after_fork(self)
+        self._forking = threading.local()
+        _mind_forks(self)
 
     @abstractmethod
     def _begin(self, connection: Connection, mode: Mode, wait: float) -> None:
@@ -73,11 +78,23 @@ class Database(ABC):
         self._writer.dispose()
         self._reader.dispose()
 
-    def forget_connections(self) -> None:
-        """Leave the connections, and whoever waits for them, to the process they were opened in."""
-        self._line = Line()
-        self._writer.dispose(close=False)
-        self._reader.dispose(close=False)
+    def before_fork(self) -> None:
+        """Let no transaction of this process write while it forks: the child would inherit its lock, for good."""
+        turn = self._line.turn(FORK_SECONDS)
+        self._forking.turn = None
+        with suppress(Unavailable):
+            turn.__enter__()
+            self._forking.turn = turn
+
+    def after_fork(self, *, in_child: bool) -> None:
+        turn, self._forking.turn = getattr(self._forking, "turn", None), None
+        if in_child:
+            # The connections, and whoever waits for them, stay with the process they were opened in.
+            self._line = Line()
+            self._writer.dispose(close=False)
+            self._reader.dispose(close=False)
+        elif turn is not None:
+            turn.__exit__(None, None, None)
 
     @contextmanager
     def _write(self, mode: Mode, wait: float) -> Iterator[Connection]:
@@ -86,7 +103,8 @@ class Database(ABC):
             if self._failed_at > asked:
                 # Whoever waits in line for a database that is down is told at once.
                 raise Unavailable("the index is unavailable: its database could not be reached; try again")
-            with self._transaction(self._writer, mode, wait) as connection:
+            left = max(0.0, asked + wait - time.monotonic())
+            with self._transaction(self._writer, mode, left) as connection:
                 yield connection
 
     @contextmanager
@@ -95,19 +113,24 @@ class Database(ABC):
             try:
                 connection = engine.connect()
             except BaseException:
-                self._failed_at = time.monotonic()
+                if engine is self._writer:
+                    self._failed_at = time.monotonic()
                 raise
             with connection, connection.begin():
                 self._begin(connection, mode, wait)
                 yield connection
 
 
-def _forget_connections_after_fork(database: Database) -> None:
+def _mind_forks(database: Database) -> None:
     reference = weakref.ref(database)
 
-    def forget() -> None:
+    def tell(what: Callable[[Database], None]) -> None:
         if (alive := reference()) is not None:
-            alive.forget_connections()
+            what(alive)
 
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=forget)
+        os.register_at_fork(
+            before=lambda: tell(Database.before_fork),
+            after_in_parent=lambda: tell(lambda alive: alive.after_fork(in_child=False)),
+            after_in_child=lambda: tell(lambda alive: alive.after_fork(in_child=True)),
+        )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, delete, insert, select
 
 from repo_service.domain.errors import NotARepository
 from repo_service.index.models import Meta
 
 _REPOSITORY_ID = "repository_id"
 _INDEX_ID = "index_id"
+_COMPLETE = "complete"
 
 
 def claimed(connection: Connection, repository_id: str) -> str | None:
@@ -40,6 +41,19 @@ def claim(connection: Connection, repository_id: str) -> str:
             if _value(connection, name) is None:
                 connection.execute(insert(Meta).values(name=name, value=value))
     return index_id
+
+
+def is_complete(connection: Connection) -> bool:
+    """True once the index knows all that the store held when it was made, or rebuilt."""
+    return _value(connection, _COMPLETE) is not None
+
+
+def set_complete(connection: Connection, *, complete: bool) -> None:
+    if complete != is_complete(connection):
+        change = (
+            insert(Meta).values(name=_COMPLETE, value="") if complete else delete(Meta).where(Meta.name == _COMPLETE)
+        )
+        connection.execute(change)
 
 
 def _value(connection: Connection, name: str) -> str | None:

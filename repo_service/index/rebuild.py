@@ -9,7 +9,7 @@ from sqlalchemy import Connection, delete, func, select, update
 
 from repo_service.domain.digest import SHA256, parse_digest
 from repo_service.domain.views import Divergence, TagInfo
-from repo_service.index import chunks, publishing, times
+from repo_service.index import chunks, meta, publishing, times, unsettled
 from repo_service.index import divergences as divergence_rows
 from repo_service.index import tags as tag_rows
 from repo_service.index.dialect import table_of
@@ -30,6 +30,7 @@ from repo_service.index.models import (
     FingerprintRow,
     Tag,
 )
+from repo_service.index.unsettled import Noted
 
 # Children before their parents, so that no cascade has anything left to do.
 _REBUILT = (
@@ -59,13 +60,17 @@ class Rebuilt:
 
 
 def rebuild(
-    connection: Connection, entries: Iterable[Entry], tags: Iterable[TagInfo], divergences: Iterable[Divergence]
+    connection: Connection,
+    entries: Iterable[Entry],
+    tags: Iterable[TagInfo],
+    divergences: Iterable[Divergence],
+    unread: Iterable[Noted] = (),
 ) -> Rebuilt:
     """Replace all that is derived from the store; running pushes go on.
 
     Each iterable is read only now, under the write lock, so that what was published before the lock
     was taken is in the listing it comes from. A tag of an artifact that is not there is left out. Last
-    uses are kept; an artifact that the index did not know may have been used a moment ago. Kept as
+    uses are kept, and ``unread`` entries noted, to be settled when they can be read; an artifact that the index did not know may have been used a moment ago. Kept as
     well is which chunks are damaged.
     """
     uses = {
@@ -78,11 +83,14 @@ def rebuild(
         digest = parse_digest(entry.manifest.id, SHA256)
         publishing.restore(connection, entry, uses.get((entry.namespace, digest), unknown))
     _forget_damage_of_nobody(connection)
+    for document in unread:
+        unsettled.note(connection, document)
     for tag in tags:
         if publishing.artifact_row_id(connection, tag.namespace, tag.artifact_id) is not None:
             tag_rows.set_tag(connection, tag.namespace, tag.name, tag.artifact_id, tag.updated_at)
     for divergence in divergences:
         divergence_rows.record(connection, divergence)
+    meta.set_complete(connection, complete=True)
     count = [
         connection.scalars(select(func.count()).select_from(model)).one()
         for model in (Artifact, Block, Tag, DivergenceRow)

@@ -109,17 +109,39 @@ def _forget(connection: Connection, operation: str) -> int:
     return connection.execute(delete(Unsettled).where(Unsettled.operation == operation)).rowcount
 
 
+class Settled(NamedTuple):
+    """What settling came to: documents that were looked at, and entries that can't be read, which stay noted."""
+
+    documents: list[Noted]
+    unread: list[Noted]
+
+
+def note(connection: Connection, document: Noted) -> None:
+    """Have a document settled, once it can be."""
+    connection.execute(insert(Unsettled).values(operation=uuid.uuid4().hex, **document._asdict()))
+
+
+def noted_entries(connection: Connection) -> list[Noted]:
+    """Entries that are to be settled."""
+    columns = (Unsettled.kind, Unsettled.namespace, Unsettled.name)
+    return [Noted(*row) for row in connection.execute(select(*columns).where(Unsettled.kind == ENTRY).distinct())]
+
+
+def forget(connection: Connection, document: Noted) -> bool:
+    """Take a document's notes away; False if there was none."""
+    found = delete(Unsettled).where(
+        Unsettled.kind == document.kind, Unsettled.namespace == document.namespace, Unsettled.name == document.name
+    )
+    return connection.execute(found).rowcount > 0
+
+
 def left(connection: Connection) -> bool:
     """True if a note was left, or is about to be used."""
     return connection.execute(select(Unsettled.operation).limit(1)).first() is not None
 
 
-def settle(
-    connection: Connection, look: Look, remove: Callable[[Noted], None], found: Iterable[Noted] = ()
-) -> list[Noted]:
-    """Make rows say what the store's documents say, under the write lock; returns what was looked at.
-
-    That is what was noted, and ``found``.
+def settle(connection: Connection, look: Look, remove: Callable[[Noted], None], found: Iterable[Noted] = ()) -> Settled:
+    """Make rows say what the store's documents say, under the write lock: those that were noted, and ``found``.
 
     ``remove`` deletes the document of a tag whose artifact is gone.
     """
@@ -139,14 +161,11 @@ def settle(
         else:
             _settle_tag(connection, document, content, look, remove)
     for document in set(noted) - set(unread):
-        connection.execute(
-            delete(Unsettled).where(
-                Unsettled.kind == document.kind,
-                Unsettled.namespace == document.namespace,
-                Unsettled.name == document.name,
-            )
-        )
-    return [document for document in documents if document not in unread]
+        forget(connection, document)
+    entries = [document for document in unread if document.kind == ENTRY]
+    for document in set(entries) - set(noted):
+        note(connection, document)
+    return Settled([document for document in documents if document not in unread], entries)
 
 
 def _settle_entry(

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 
-from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.policy import Policy
 from repo_service.domain.views import Divergence, TagInfo
-from repo_service.index import damage, orphans, pushes, rebuild, reclaim, retention, unsettled
-from repo_service.index.damage import Holder, PublishedArtifact, PublishedRecord
+from repo_service.index import damage, divergences, meta, orphans, pushes, rebuild, reclaim, retention, unsettled
+from repo_service.index.damage import Holder, PublishedArtifact, PublishedChunk, PublishedRecord
 from repo_service.index.engine import Database
 from repo_service.index.entry import Entry
 from repo_service.index.orphans import Objects
 from repo_service.index.rebuild import Rebuilt
 from repo_service.index.reclaim import Reclaimable, Remove
 from repo_service.index.retention import Freed, LetGo
-from repo_service.index.unsettled import Look, Noted
+from repo_service.index.unsettled import Look, Noted, Settled
 from repo_service.index.uses import Uses
 
 USES_S = 1.0
@@ -43,7 +42,30 @@ class Upkeep:
         with self._database.read() as connection:
             return unsettled.left(connection)
 
-    def settle(self, look: Look, remove: Callable[[Noted], None], found: Iterable[Noted] = ()) -> list[Noted]:
+    def is_complete(self) -> bool:
+        """True if the index knows all that the store holds; False in a new one, until `rebuild`."""
+        with self._database.read() as connection:
+            return meta.is_complete(connection)
+
+    def set_incomplete(self) -> None:
+        """Have the index rebuilt before it is used."""
+        with self._database.write_durably() as connection:
+            meta.set_complete(connection, complete=False)
+
+    def unread_entries(self) -> list[Noted]:
+        """Entries that could not be read when they were to be settled, and those about to be published."""
+        with self._database.read() as connection:
+            return unsettled.noted_entries(connection)
+
+    def drop(self, document: Noted, remove: Callable[[Noted], None]) -> bool:
+        """Have an entry removed that can't be read and has no row; False if it is not such a one."""
+        with self._database.write_durably() as connection:
+            if not orphans.unindexed(connection, [document]) or not unsettled.forget(connection, document):
+                return False
+            remove(document)
+            return True
+
+    def settle(self, look: Look, remove: Callable[[Noted], None], found: Iterable[Noted] = ()) -> Settled:
         """Make the index say what the store says, wherever a process ended between the two.
 
         Parameters
@@ -120,8 +142,19 @@ class Upkeep:
         with self._database.write() as connection:
             remove(orphans.unknown(connection, objects))
 
-    def rebuild(self, entries: Iterable[Entry], tags: Iterable[TagInfo], divergences: Iterable[Divergence]) -> Rebuilt:
+    def rebuild(
+        self,
+        entries: Iterable[Entry],
+        tags: Iterable[TagInfo],
+        divergences: Iterable[Divergence],
+        unread: Iterable[Noted] = (),
+        *,
+        again: bool = True,
+    ) -> Rebuilt | None:
         """Replace everything that is derived from the store, in one transaction.
+
+        ``unread``, iterated last, are entries that could not be read. Without ``again`` nothing is done,
+        and None returned, where somebody else has rebuilt the index meanwhile.
 
         Pass generators that list the store only when iterated: that happens under the write lock,
         and a listing made before it could miss an artifact published meanwhile. They must not use
@@ -133,7 +166,9 @@ class Upkeep:
             If two entries contradict each other; the index is then unchanged.
         """
         with self._database.write_durably() as connection:
-            return rebuild.rebuild(connection, entries, tags, divergences)
+            if not again and meta.is_complete(connection):
+                return None
+            return rebuild.rebuild(connection, entries, tags, divergences, unread)
 
     def with_row(self, document: Noted, write: Callable[[], None]) -> bool:
         """Call ``write`` under the write lock if a row still stands for the document; False if none does."""
@@ -163,7 +198,17 @@ class Upkeep:
         with self._database.read() as connection:
             return damage.records_after(connection, row, limit)
 
-    def chunks_after(self, digest: str | None, limit: int) -> list[tuple[str, ChunkSpec]]:
+    def mark_whole(self, digests: Sequence[str]) -> None:
+        """Take back that chunks are damaged, whose bytes have been read and verified."""
+        with self._database.write() as connection:
+            damage.mark_whole(connection, digests)
+
+    def divergences_after(self, last: Divergence | None, limit: int) -> list[Divergence]:
+        """The divergences of all namespaces, page by page; begin with None."""
+        with self._database.read() as connection:
+            return divergences.after(connection, last, limit)
+
+    def chunks_after(self, digest: str | None, limit: int) -> list[PublishedChunk]:
         """The chunks that artifacts refer to, each once, page by page; begin with None."""
         with self._database.read() as connection:
             return damage.chunks_after(connection, digest, limit)

@@ -8,15 +8,16 @@ young objects that no row knows, and a lock tells a temp file's dead writer from
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TypeVar
 
 from repo_service.domain.digest import BLAKE3, SHA256
-from repo_service.domain.errors import UNREADABLE
+from repo_service.domain.errors import UNREADABLE, Unavailable
 from repo_service.domain.views import GarbageReport, Removed
-from repo_service.index import ENTRY, TAG, Index, LetGo, Noted, Objects
+from repo_service.index import ENTRY, Index, LetGo, Noted, Objects
 from repo_service.services.audit import record
 from repo_service.services.documents import (
     ARTIFACTS,
@@ -31,13 +32,15 @@ from repo_service.services.documents import (
 )
 from repo_service.services.read import read_entry
 from repo_service.services.retention import apply_policies
-from repo_service.services.settle import settle
+from repo_service.services.settle import key_of, noted_at, settle
 from repo_service.storage import Store
 
 GRACE_S = 3600.0
 
 _BATCH = 500
 _QUARANTINED_S = 30 * 24 * 3600.0
+_STUCK_MOST = 100
+_STUCK_S = 1.0
 _LISTED = 1000
 _UNNEEDED = "nothing refers to it"
 _UNKNOWN = "no row knows it"
@@ -45,8 +48,6 @@ _UNKNOWN = "no row knows it"
 _CHUNK = re.compile(rf"{CHUNKS}/([0-9a-f]{{2}})/([0-9a-f]{{62}})")
 _MANIFEST = re.compile(rf"{ARTIFACTS}/([0-9a-f]{{2}})/([0-9a-f]{{62}})\.json")
 _RECORD = re.compile(rf"{BLOCKS}/([^/]+)/([0-9a-f]{{2}})/([0-9a-f]{{62}})\.json")
-_ENTRY = re.compile(rf"{ENTRIES}/([^/]+)/([0-9a-f]{{64}})\.json")
-_TAG = re.compile(rf"{TAGS}/([^/]+)/([^/]+)\.json")
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ def collect_garbage(
         Called with namespace and id of each artifact that a policy let go of.
     """
     removed = _Tally(dry_run)
-    settled = 0 if dry_run else settle(store, index)
+    settled, unread = (0, []) if dry_run else removed.settled(store, index)
     today = datetime.now(UTC)
 
     def gone(artifact: LetGo) -> None:
@@ -99,10 +100,11 @@ def collect_garbage(
         _, size = removed.reclaim(store, index)
         for artifacts in _batches(iter(let_go)):
             removed.sweep(store, index, Objects(manifests=[artifact.id for artifact in artifacts]))
-    unreadable: list[str] = []
+    unreadable = set(unread)
     if sweep:
-        adopted, unreadable = _adopt(store, index, dry_run=dry_run)
+        adopted, damaged = _adopt(store, index, dry_run=dry_run)
         settled += adopted
+        unreadable.update(damaged)
         # What entries need that are yet to be indexed has no rows either.
         if not unreadable and not (dry_run and adopted):
             _sweep(store, index, grace_s, removed)
@@ -120,7 +122,8 @@ def collect_garbage(
         temp_files=removed.counts["temp file"],
         quarantined=removed.counts["quarantined copy"],
         bytes=size,
-        unreadable=unreadable + unread_policies,
+        unreadable=sorted(unreadable) + unread_policies,
+        stuck=removed.stuck,
         removed=removed.first,
     )
 
@@ -149,6 +152,7 @@ class _Tally:
         kinds = "artifact", "block record", "chunk", "manifest", "quarantined copy", "temp file"
         self.counts = dict.fromkeys(kinds, 0)
         self.first: list[Removed] = []
+        self.stuck: list[str] = []
 
     def note(self, kind: str, name: str, reason: str, namespace: str | None = None) -> None:
         self.counts[kind] += 1
@@ -161,44 +165,71 @@ class _Tally:
     def remove(self, store: Store, objects: Objects, reason: str) -> None:
         """Remove those of the objects that are there, or, in a dry run, say so."""
         for key, (kind, namespace, name) in _named(objects).items():
-            if not store.exists(key):
-                continue
-            if not self.dry_run:
-                # Brought back by a power loss it is garbage again.
-                store.delete(key, durable=False)
-            self.note(kind, name, reason, namespace)
+            if self._remove_one(store, key):
+                self.note(kind, name, reason, namespace)
 
     def reclaim(self, store: Store, index: Index, namespace: str | None = None) -> tuple[int, int]:
         """Remove the chunks and block records that nothing refers to; returns what `Index.reclaim` does."""
-        # An entry that a crash left without rows still needs what it names.
-        settle(store, index)
+        _, unread = self.settled(store, index)
+        if unread:
+            return 0, 0
         return index.reclaim(lambda records, chunks: self.remove(store, Objects(chunks, records), _UNNEEDED), namespace)
 
     def sweep(self, store: Store, index: Index, objects: Objects) -> None:
         """Remove those of the objects that no row knows."""
-        index.sweep(objects, lambda unknown: self.remove(store, unknown, _UNNEEDED))
+        if not self.settled(store, index)[1]:
+            index.sweep(objects, lambda unknown: self.remove(store, unknown, _UNNEEDED))
+
+    @staticmethod
+    def settled(store: Store, index: Index) -> tuple[int, list[str]]:
+        """Settle what crashes left; returns the number of documents and the keys of entries that can't be read.
+
+        These may need anything that no artifact seems to need any more.
+        """
+        found = settle(store, index)
+        return len(found.documents), [key_of(noted) for noted in found.unread]
+
+    def _remove_one(self, store: Store, key: str) -> bool:
+        """Remove an object, or in a dry run look for it; one that can't be removed is passed over and named."""
+        began = time.monotonic()
+        try:
+            if not store.exists(key):
+                return False
+            if not self.dry_run:
+                # Brought back by a power loss it is garbage again.
+                store.delete(key, durable=False)
+        except Unavailable:
+            # A store that does not answer is not asked for every object in turn.
+            if len(self.stuck) == _STUCK_MOST or time.monotonic() - began > _STUCK_S:
+                raise
+            self.stuck.append(key)
+            return False
+        return True
 
 
 def _adopt(store: Store, index: Index, *, dry_run: bool) -> tuple[int, list[str]]:
     """Index the entries and tags that no row stands for; returns their number and the keys that can't be read."""
     unreadable: list[str] = []
     adopted = 0
-    for kind, prefix in ((ENTRY, ENTRIES), (TAG, TAGS)):
+    for prefix in (ENTRIES, TAGS):
         for keys in _batches(store.list(prefix)):
-            documents = {noted: key for key in keys if (noted := _noted(kind, key)) is not None}
-            missing = index.unindexed(list(documents))
-            if kind == ENTRY:
-                damaged = [noted for noted in missing if not _is_readable(store, documents[noted])]
-                unreadable += [documents[noted] for noted in damaged]
-                missing = [noted for noted in missing if noted not in damaged]
-            # One at a time: nobody else writes while an entry is read and indexed.
-            adopted += len(missing) if dry_run else sum(settle(store, index, [noted]) for noted in missing)
+            missing = index.unindexed([noted for key in keys if (noted := noted_at(key)) is not None])
+            if dry_run:
+                unreadable += [key_of(noted) for noted in missing if not _is_readable(store, noted)]
+                adopted += len(missing)
+                continue
+            for noted in missing:
+                # One at a time: nobody else writes while an entry is read and indexed.
+                found = settle(store, index, [noted])
+                adopted += noted in found.documents
+                unreadable += [key_of(noted) for noted in found.unread]
     return adopted, unreadable
 
 
-def _is_readable(store: Store, key: str) -> bool:
+def _is_readable(store: Store, noted: Noted) -> bool:
     try:
-        read_entry(store, key)
+        if noted.kind == ENTRY:
+            read_entry(store, key_of(noted))
     except UNREADABLE:
         return False
     return True
@@ -244,13 +275,6 @@ def _named(objects: Objects) -> dict[str, tuple[str, str | None, str]]:
         **{block_record_key(*record): ("block record", *record) for record in objects.records},
         **{manifest_key(name): ("manifest", None, name) for name in objects.manifests},
     }
-
-
-def _noted(kind: str, key: str) -> Noted | None:
-    match = (_ENTRY if kind == ENTRY else _TAG).fullmatch(key)
-    if match is None:
-        return None
-    return Noted(kind, match[1], f"{SHA256}:{match[2]}" if kind == ENTRY else match[2])
 
 
 def _batches(items: Iterator[T]) -> Iterator[list[T]]:

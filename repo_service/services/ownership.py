@@ -16,9 +16,6 @@ class OwnerDocument(View):
     index: str
     """Id that the index gave itself."""
 
-    rebuilt: bool
-    """False from the moment it took over until it knows all that the store holds."""
-
 
 class Ownership:
     """What an index claims of a store.
@@ -36,20 +33,19 @@ class Ownership:
         self._where = where
         self._index_id = index_id
 
-    def claim(self) -> bool:
-        """Claim the store if it is nobody's yet; returns whether the index has been rebuilt from it.
+    def claim(self) -> None:
+        """Claim the store if it is nobody's yet.
 
         Raises
         ------
         Conflict
             If it is another index's.
         """
-        document = self._read()
-        if document is None:
-            self._store.put_if_absent(OWNER, self._document(rebuilt=False))
-        return self.check().rebuilt
+        if self._read() is None:
+            self._store.put_if_absent(OWNER, self._document())
+        self.check()
 
-    def check(self) -> OwnerDocument:
+    def check(self) -> None:
         """Raise `Conflict` if the store has become another index's."""
         document = self._read()
         if document is None or document.index != self._index_id:
@@ -60,19 +56,13 @@ class Ownership:
                 index=self._index_id,
                 owner=None if document is None else document.index,
             )
-        return document
 
     def take_over(self) -> None:
-        """Make the store this index's, whose it may be; the index is yet to be rebuilt."""
-        self._store.put(OWNER, self._document(rebuilt=False))
+        """Make the store this index's, whose it may be."""
+        self._store.put(OWNER, self._document())
 
-    def rebuilt(self) -> None:
-        """Note that the index knows all that the store holds; raises as `check` does."""
-        if not self.check().rebuilt:
-            self._store.put(OWNER, self._document(rebuilt=True))
-
-    def _document(self, *, rebuilt: bool) -> bytes:
-        return seal(OwnerDocument(index=self._index_id, rebuilt=rebuilt))
+    def _document(self) -> bytes:
+        return seal(OwnerDocument(index=self._index_id))
 
     def _read(self) -> OwnerDocument | None:
         data = self._store.get(OWNER)

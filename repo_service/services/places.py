@@ -29,8 +29,6 @@ class Place:
 
     Parameters
     ----------
-    indexed
-        Whether an index inside the store is there already.
     has_owner
         Whether the store says which index it belongs to.
     reserve
@@ -39,7 +37,6 @@ class Place:
 
     store: Store
     index_url: str
-    indexed: bool
     has_owner: bool
     reserve: Reserve
 
@@ -54,7 +51,7 @@ def find_place(url: str, *, create: bool, index_url: str | None = None) -> Place
     if url == MEMORY_URL:
         if index_url is not None:
             raise InvalidInput(f"a repository in memory has its index there too: {index_url} can't be used with it")
-        return Place(MemoryStore(), "sqlite://", indexed=True, has_owner=False, reserve=Reserve(None))
+        return Place(MemoryStore(), "sqlite://", has_owner=False, reserve=Reserve(None))
     if urlsplit(url).scheme == S3_SCHEME:
         return _in_a_bucket(url, create=create, index_url=index_url or os.environ.get(INDEX_VARIABLE))
     root = _directory(url)
@@ -62,7 +59,6 @@ def find_place(url: str, *, create: bool, index_url: str | None = None) -> Place
     return Place(
         LocalStore(root),
         index_url or f"sqlite:///{root}/{_INDEX_FILE}",
-        indexed=(root / _INDEX_FILE).exists(),
         has_owner=index_url is not None or (root / OWNER).exists(),
         reserve=Reserve(root / f"{_INDEX_FILE}-reserve"),
     )
@@ -82,7 +78,7 @@ def _in_a_bucket(url: str, *, create: bool, index_url: str | None) -> Place:
     except BaseException:
         store.close()
         raise
-    return Place(store, index_url, indexed=False, has_owner=True, reserve=Reserve(None))
+    return Place(store, index_url, has_owner=True, reserve=Reserve(None))
 
 
 def _seconds() -> float:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from repo_service.domain.errors import UNREADABLE
 from repo_service.domain.views import Divergence, ReindexReport, TagInfo, View
-from repo_service.index import Entry, Index
+from repo_service.index import Entry, Index, Noted
 from repo_service.services.documents import (
     DIVERGENCES,
     ENTRIES,
@@ -18,17 +18,23 @@ from repo_service.services.documents import (
 )
 from repo_service.services.read import read_entry
 from repo_service.services.retention import stored_policies
+from repo_service.services.settle import noted_at
 from repo_service.storage import Store
 
 V = TypeVar("V", bound=View)
 
 
-def reindex(store: Store, index: Index, progress: Callable[[int], None] | None = None) -> ReindexReport:
+def reindex(
+    store: Store, index: Index, progress: Callable[[int], None] | None = None, *, again: bool = True
+) -> ReindexReport:
     """Read every entry, tag and divergence and replace the index's rows in one transaction.
 
-    What can't be read or does not verify is left out and named in the report, policies too.
+    What can't be read or does not verify is left out and named in the report, policies too; entries are
+    noted, so that what they need is not taken for garbage. Without ``again`` an index that is complete by
+    then stays as it is.
     """
     corrupt: list[str] = []
+    unread: list[Noted] = []
     blocks: set[tuple[str, str]] = set()
     chunks: set[str] = set()
     published: set[tuple[str, str]] = set()
@@ -46,6 +52,8 @@ def reindex(store: Store, index: Index, progress: Callable[[int], None] | None =
                 entry = read_entry(store, key)
             except UNREADABLE:
                 corrupt.append(key)
+                if (noted := noted_at(key)) is not None:
+                    unread.append(noted)
                 continue
             if entry is None:
                 continue
@@ -70,7 +78,7 @@ def reindex(store: Store, index: Index, progress: Callable[[int], None] | None =
             yield divergence
 
     counts = {"tags": 0, "divergences": 0}
-    index.rebuild(entries(), tags(), divergences())
+    index.rebuild(entries(), tags(), divergences(), unread, again=again)
     corrupt += [key for key, policy in stored_policies(store) if policy is None]
     return ReindexReport(
         artifacts=len(published), blocks=len(blocks), chunks=len(chunks), corrupt=sorted(corrupt), **counts

@@ -11,7 +11,7 @@ from functools import partial
 from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope, check_token_id
 from repo_service.domain.canonical import check_canonical
 from repo_service.domain.digest import BLAKE3
-from repo_service.domain.errors import ChunkCorrupt, InvalidInput, KvgraftError, NotARepository
+from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, InvalidInput, KvgraftError, NotARepository
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
@@ -36,7 +36,7 @@ from repo_service.domain.views import (
 )
 from repo_service.index import Index
 from repo_service.services.access import Recognition, create_token
-from repo_service.services.documents import ENTRIES, seal, tag_key
+from repo_service.services.documents import seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
 from repo_service.services.marker import open_marker, read_marker
 from repo_service.services.observer import Observer
@@ -48,7 +48,7 @@ from repo_service.services.reindex import reindex
 from repo_service.services.reserve import Reserve
 from repo_service.services.retention import Clock, read_policy, write_policy
 from repo_service.services.scrub import scrub
-from repo_service.services.settle import settle
+from repo_service.services.settle import drop_unread, settle
 from repo_service.services.undo import follow_rows
 from repo_service.services.withdraw import withdraw
 from repo_service.storage import Store
@@ -89,21 +89,18 @@ def open_local(
         repository_id = open_marker(place.store, url)
         index = stack.enter_context(Index.open(place.index_url))
         owner = Ownership(place.store, url, index.claim(repository_id)) if place.has_owner else None
-        indexed = place.indexed
         if owner is None:
             if take_over:
                 raise InvalidInput(f"{url} has its index inside: there is nothing to take over", url=url)
         elif take_over:
             owner.take_over()
-            indexed = True
+            index.set_incomplete()
         else:
-            indexed = owner.claim()
+            owner.claim()
         repository = LocalRepository(url, repository_id, place.store, index, place.reserve, owner)
-        if not indexed and next(place.store.list(ENTRIES), None) is not None:
-            # The index was lost or left behind; the store is the truth (I5).
-            reindex(place.store, index)
-        if owner is not None and not take_over:
-            owner.rebuilt()
+        if not take_over and not index.is_complete():
+            # It is new, or was lost or left behind; the store is the truth (I5).
+            reindex(place.store, index, again=False)
         settle(place.store, index)
         place.reserve.keep()
         stack.pop_all()
@@ -262,8 +259,13 @@ class LocalRepository(Repository):
         self._reserve.spent_on(lambda: self._index.delete_tag(namespace, name, lambda _: self._store.delete(key), undo))
 
     def delete(self, artifact_id: str, namespace: str) -> DeleteReport:
-        artifact = self._index.artifact(check_namespace(namespace), artifact_id)
         self._check_owner()
+        try:
+            artifact = self._index.artifact(check_namespace(namespace), artifact_id)
+        except ArtifactNotFound:
+            if not drop_unread(self._store, self._index, artifact_id, namespace):
+                raise
+            return DeleteReport(artifact_id=artifact_id, tags=[], chunks=0, bytes=0)
         tags = self._reserve.spent_on(lambda: withdraw(self._store, self._index, artifact))
         self._holdings.forget(namespace, artifact.id)
         chunks, freed = self._reserve.spent_on(
@@ -284,10 +286,8 @@ class LocalRepository(Repository):
         return self._index.divergences(check_namespace(namespace))
 
     def reindex(self) -> ReindexReport:
-        report = reindex(self._store, self._index)
-        if self._owner is not None:
-            self._owner.rebuilt()
-        return report
+        self._check_owner()
+        return reindex(self._store, self._index)
 
     def collect_garbage(self, *, grace_s: float = GRACE_S, dry_run: bool = False, sweep: bool = True) -> GarbageReport:
         """As the interface says; without ``sweep`` only what rows let go of is removed."""

@@ -13,22 +13,24 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar
 
-from repo_service.domain.errors import UNREADABLE, ChunkCorrupt, DocumentCorrupt, StorageFull
-from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.errors import UNREADABLE, ChunkCorrupt, DocumentCorrupt, StorageFull, Unavailable
 from repo_service.domain.views import Damage, ScrubReport, View
-from repo_service.index import ENTRY, TAG, Index, Noted
+from repo_service.index import ENTRY, TAG, Index, Noted, PublishedChunk
 from repo_service.services.documents import (
     QUARANTINE,
     EntryDocument,
     block_record_key,
     chunk_key,
     divergence_place,
+    holds,
     manifest_key,
     seal,
     tag_place,
     unseal,
 )
-from repo_service.services.read import read_chunk, read_manifest, read_record
+from repo_service.services.read import read_chunk, read_entry, read_manifest, read_record
+from repo_service.services.retention import stored_policies
+from repo_service.services.settle import key_of
 from repo_service.storage import Store
 
 _PAGE = 500
@@ -128,9 +130,27 @@ class _Scrub:
                 self._sealed("entry", entry, document, lambda e: e.key)
                 for tag in item.tags:
                     self._sealed("tag", Noted(TAG, tag.namespace, tag.name), tag, tag_place)
-        for namespace in self._index.namespaces():
-            for divergence in self._index.divergences(namespace):
+        for noted in self._index.unread_entries():
+            self._unread(noted)
+        last = None
+        while found := self._index.divergences_after(last, _PAGE):
+            last = found[-1]
+            for divergence in found:
                 self._sealed("divergence", None, divergence, divergence_place)
+                self._pace.moved(0)
+        for key, policy in stored_policies(self._store):
+            if policy is None:
+                self._add("policy", key, None, [], self._copy_aside(key), healed=False)
+
+    def _unread(self, noted: Noted) -> None:
+        """An entry that was to be indexed and could not be read; the artifact is known by its name only."""
+        key = key_of(noted)
+        try:
+            read_entry(self._store, key)
+        except UNREADABLE:
+            self._add(
+                "entry", key, noted.namespace, [(noted.namespace, noted.name)], self._copy_aside(key), healed=False
+            )
 
     def records(self) -> None:
         row = 0
@@ -149,7 +169,7 @@ class _Scrub:
 
     def chunks(self) -> None:
         buffer = memoryview(bytearray(0))
-        for digest, spec in self._published_chunks():
+        for digest, spec, damaged in self._published_chunks():
             if len(buffer) < spec.size:
                 buffer = memoryview(bytearray(spec.size))
             self.counts["chunk"] += 1
@@ -161,13 +181,16 @@ class _Scrub:
                 if holders:
                     self._index.mark_damaged([digest])
                     self._report("chunk", digest, None, holders, chunk_key(digest))
+            else:
+                if damaged:
+                    self._index.mark_whole([digest])
             self.bytes += spec.size
             self._pace.moved(spec.size)
 
-    def _published_chunks(self) -> Iterator[tuple[str, ChunkSpec]]:
+    def _published_chunks(self) -> Iterator[PublishedChunk]:
         digest = None
         while page := self._index.chunks_after(digest, _PAGE):
-            digest = page[-1][0]
+            digest = page[-1].digest
             yield from page
 
     def _sealed(self, kind: str, row: Noted | None, view: V, place: Callable[[V], str]) -> None:
@@ -181,12 +204,17 @@ class _Scrub:
             if not self._verifies(key, type(view), place):
                 self._store.put(key, seal(view))
 
-        if row is None:
-            write()
-        elif not self._index.with_row(row, write):
-            return
         namespace = None if row is None else row.namespace
-        self._add(kind, key, namespace, [], quarantined, healed=True)
+        try:
+            if row is None:
+                write()
+            elif not self._index.with_row(row, write):
+                return
+        except Unavailable:
+            # Something lies there that can't be replaced.
+            self._add(kind, key, namespace, [], quarantined, healed=False)
+        else:
+            self._add(kind, key, namespace, [], quarantined, healed=True)
 
     def _verifies(self, key: str, kind: type[V], place: Callable[[V], str]) -> bool:
         try:
@@ -205,7 +233,9 @@ class _Scrub:
         with suppress(DocumentCorrupt, StorageFull):
             data = self._store.get(key)
             if data is not None:
-                self._store.put(aside, data)
+                # What was kept before is as old as it is.
+                if not holds(self._store, aside, data):
+                    self._store.put(aside, data)
                 return aside
         return None
 

@@ -27,8 +27,8 @@ _ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-# What reading says where the medium or the file system has lost the bytes of one file.
-_LOST = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}
+# What the system says where the medium or the file system has lost one file, or something else lies in its place.
+_LOST = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ELOOP, errno.ENXIO}
 
 
 class LocalStore(Store):
@@ -49,23 +49,20 @@ class LocalStore(Store):
     def get(self, key: str) -> bytes | None:
         path = self._path(key)
         with _translated(path), _read(path):
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    return file.readall()
-            except _ABSENT:
+            fd = _open_file(path)
+            if fd is None:
                 return None
+            with open(fd, "rb", buffering=0) as file:
+                return file.readall()
 
     def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
         path = self._path(key)
         with _translated(path), _read(path):
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except _ABSENT:
+            fd = _open_file(path)
+            if fd is None:
                 return None
             try:
-                status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode):
-                    return None
+                size = os.fstat(fd).st_size
                 position = 0
                 while position < len(out):
                     piece = out[position : position + _PIECE]
@@ -74,7 +71,7 @@ class LocalStore(Store):
                         return position
                     seen(piece[:read])
                     position += read
-                return status.st_size
+                return size
             finally:
                 os.close(fd)
 
@@ -135,9 +132,15 @@ class LocalStore(Store):
     @staticmethod
     def _is_file(path: str) -> bool:
         try:
-            return stat.S_ISREG(os.stat(path).st_mode)
+            # Whatever is no directory can be replaced, and removed.
+            return not stat.S_ISDIR(os.stat(path).st_mode)
         except _ABSENT:
             return False
+        except OSError as error:
+            if error.errno not in _LOST:
+                raise
+            # It is there, and reading it tells what is wrong with it.
+            return True
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -159,6 +162,18 @@ class LocalStore(Store):
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(temp)
+
+
+def _open_file(path: str) -> int | None:
+    """A descriptor to read a file; None where there is none, or something else, which may not be waited for."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except _ABSENT:
+        return None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        return None
+    return fd
 
 
 def _create_locked(path: str) -> int:

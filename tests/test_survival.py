@@ -1,0 +1,280 @@
+"""What must outlive interruptions in the middle of recovery itself, and disks that fail in part."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from pushing import Artifact, expire_pushes, push
+from synthetic import artifact, fingerprint
+
+from repo_service.domain.errors import KvgraftError, Unavailable
+from repo_service.domain.views import Divergence
+from repo_service.services import repository as services
+from repo_service.services.documents import divergence_place, manifest_key, policy_key
+from repo_service.services.repository import LocalRepository, open_local
+from repo_service.storage import LocalStore
+
+SHARED = random.Random(1).choices(range(1000), k=32)
+X, Y = (artifact([*SHARED, *range(n, n + 20)], fingerprint()) for n in (0, 500))
+
+
+@pytest.fixture
+def url(root: Path) -> str:
+    return root.as_uri()
+
+
+def lose_index(root: Path) -> None:
+    for path in root.glob("index.sqlite*"):
+        path.unlink()
+
+
+def whole(repository: LocalRepository, made: Artifact) -> bool:
+    return repository.check(made[0].id, "default").ok
+
+
+@contextmanager
+def unreadable(root: Path, made: Artifact) -> Iterator[None]:
+    """The artifact's manifest can't be read for a while."""
+    path = root / manifest_key(made[0].id)
+    path.rename(root.parent / "aside")
+    try:
+        yield
+    finally:
+        (root.parent / "aside").rename(path)
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_the_rebuild_of_a_lost_index_that_did_not_finish_is_done_again(
+    root: Path, url: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next opening served an empty index, and deletions took the chunks of what it did not know."""
+    with open_local(url) as repository:
+        push(repository, X)
+    lose_index(root)
+
+    def die(*_: object, **__: object) -> None:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise Unavailable("the disk is away")
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(services, "reindex", die)
+        try:
+            open_local(url)
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    with open_local(url) as repository:
+        assert whole(repository, X)
+        push(repository, Y)
+        repository.delete(Y[0].id, "default")
+        assert whole(repository, X)
+
+
+def test_whoever_opens_while_a_lost_index_is_rebuilt_waits_for_it(root: Path, url: str) -> None:
+    with open_local(url) as repository:
+        push(repository, X)
+    lose_index(root)
+    seen: list[bool] = []
+
+    def look() -> None:
+        with open_local(url) as repository:
+            seen.append(whole(repository, X))
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [True] * 4
+
+
+def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: str) -> None:
+    """A reindex left it out, and a deletion took what it shares with another."""
+    with open_local(url) as repository:
+        push(repository, X)
+        push(repository, Y)
+        with unreadable(root, X):
+            assert repository.reindex().corrupt
+            repository.delete(Y[0].id, "default")
+            report = repository.collect_garbage(grace_s=0)
+            assert report.unreadable
+            assert (report.chunks, report.block_records, report.manifests) == (0, 0, 0)
+            (found,) = repository.scrub().damage
+            assert (found.kind, found.artifacts) == ("entry", [("default", X[0].id)])
+        report = repository.collect_garbage(grace_s=0)
+        assert report.unreadable == []
+        assert report.chunks > 0, "what only the other needed"
+        assert whole(repository, X)
+        assert repository.scrub().damage == []
+
+
+def test_a_note_whose_entry_cannot_be_read_keeps_what_the_entry_needs(
+    root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process died between entry and index; then the manifest could not be read for a while."""
+    open_local(url).close()
+    child = os.fork()
+    if child == 0:
+        put = LocalStore.put
+
+        def last(self: LocalStore, key: str, data: bytes) -> None:
+            put(self, key, data)
+            if key.startswith("entries/"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        monkeypatch.setattr(LocalStore, "put", last)
+        try:
+            push(open_local(url), X)
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    with unreadable(root, X):
+        expire_pushes(root)
+        with open_local(url) as repository:
+            assert repository.collect_garbage(grace_s=0).unreadable
+    with open_local(url) as repository:
+        assert whole(repository, X)
+        assert repository.collect_garbage(grace_s=0).unreadable == []
+
+
+def test_an_artifact_that_cannot_be_read_can_be_removed(root: Path, url: str) -> None:
+    with open_local(url) as repository:
+        push(repository, X)
+        (root / manifest_key(X[0].id)).unlink()
+        repository.reindex()
+        with pytest.raises(KvgraftError):
+            repository.delete("sha256:" + 64 * "0", "default")
+        repository.delete(X[0].id, "default")
+        report = repository.collect_garbage(grace_s=0)
+        assert report.unreadable == []
+        assert not [path for path in (root / "chunks").rglob("*") if path.is_file()]
+
+
+def test_what_cannot_be_removed_is_named_and_the_rest_goes(
+    root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file that could not be unlinked stopped all reclaiming."""
+    with open_local(url) as repository:
+        push(repository, X)
+        stuck = next(path for path in sorted((root / "chunks").rglob("*")) if path.is_file())
+        unlink = os.unlink
+
+        def fail(path: str, **options: int) -> None:
+            if str(path) == str(stuck):
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+            unlink(path, **options)
+
+        monkeypatch.setattr(os, "unlink", fail)
+        repository.delete(X[0].id, "default")
+        assert [path for path in (root / "chunks").rglob("*") if path.is_file()] == [stuck]
+        report = repository.collect_garbage(grace_s=0)
+        assert report.stuck == [str(stuck.relative_to(root))]
+        monkeypatch.undo()
+        report = repository.collect_garbage(grace_s=0)
+        assert (report.chunks, report.stuck) == (1, [])
+
+
+@pytest.mark.parametrize("what", ["loop", "pipe", "directory"])
+@pytest.mark.parametrize("kind", ["chunks", "blocks", "artifacts", "entries"])
+def test_something_else_in_a_files_place_is_damage(root: Path, url: str, kind: str, what: str) -> None:
+    with open_local(url) as repository:
+        push(repository, X)
+        push(repository, Y)
+        path = next(path for path in sorted((root / kind).rglob("*")) if path.is_file())
+        path.unlink()
+        if what == "loop":
+            path.symlink_to(path)
+        elif what == "pipe":
+            os.mkfifo(path)
+        else:
+            path.mkdir()
+        found = repository.scrub().damage
+        assert len(found) == 1
+        if what != "directory":
+            push(repository, X)
+            push(repository, Y)
+            assert whole(repository, X)
+            assert whole(repository, Y)
+            assert repository.scrub().damage == []
+        repository.reindex()
+
+
+def test_a_scrub_reads_policies_and_every_divergence(root: Path, url: str) -> None:
+    with open_local(url) as repository:
+        push(repository, X)
+        now = datetime.now(UTC)
+        made = [
+            Divergence(
+                id=f"{n:064x}", namespace="default", block_key=X[1][0].key, stored_record=X[1][0].digest,
+                offered_record=X[1][1].digest, chunks=[], created_at=now - timedelta(seconds=n),
+            )
+            for n in range(1200)
+        ]  # fmt: skip
+        for divergence in made:
+            repository._index.record_divergence(divergence)
+        assert repository.scrub().damaged == len(made), "none is in the store yet"
+        assert repository.scrub().damaged == 0
+        (root / divergence_place(made[-1])).unlink()
+        (root / "policies").mkdir()
+        (root / policy_key("default")).write_bytes(b"{}")
+        assert {item.kind for item in repository.scrub().damage} == {"divergence", "policy"}
+
+
+def test_a_scrub_takes_back_damage_that_is_none(root: Path, url: str) -> None:
+    with open_local(url) as repository:
+        push(repository, X)
+        path = next(path for path in (root / "chunks").rglob("*") if path.is_file())
+        data = path.read_bytes()
+        path.write_bytes(b"")
+        assert repository.scrub().damaged == 1
+        path.write_bytes(data)
+        assert repository.scrub().damaged == 0
+        _, sent = push(repository, Y)
+        assert f"blake3:{path.parent.name}{path.name}" not in sent
+
+
+def test_a_child_writes_although_its_parent_wrote_when_it_was_born(url: str) -> None:
+    """It inherited the lock of a transaction that was not its own, and was locked out."""
+    with open_local(url) as repository:
+        stop = threading.Event()
+
+        def write() -> None:
+            n = 0
+            while not stop.is_set():
+                n += 1
+                push(repository, artifact([n, n + 1, n + 2], fingerprint()))
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for n in range(12):
+                child = os.fork()
+                if child == 0:
+                    status = 1
+                    try:
+                        push(repository, artifact([1000 + n] * 3, fingerprint()))
+                        status = 0
+                    finally:
+                        os._exit(status)
+                assert os.waitpid(child, 0)[1] == 0
+        finally:
+            stop.set()
+            writer.join()
+
+
+def test_a_job_runs_where_its_lock_file_cannot_be_made(root: Path, url: str) -> None:
+    with open_local(url) as repository:
+        (root / "index.sqlite-gc").mkdir()
+        with repository.alone("gc") as ours:
+            assert ours
