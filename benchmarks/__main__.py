@@ -29,6 +29,18 @@ def _match(small: bool) -> Mapping[str, Any]:
     return match.run(blocks=20_000 if small else 1_000_000, lookups=2_000)
 
 
+def _s3_pull(small: bool) -> Mapping[str, Any]:
+    from benchmarks import s3_pull
+
+    return s3_pull.run(blocks=8 if small else 48, rounds=3 if small else 7)
+
+
+def _fleet(small: bool) -> Mapping[str, Any]:
+    from benchmarks import fleet
+
+    return fleet.run([1, 2] if small else [1, 2, 4], [1, 2], blocks=4 if small else 16, rounds=2 if small else 6)
+
+
 def _scale(small: bool) -> Mapping[str, Any]:
     from benchmarks import scale
 
@@ -63,6 +75,8 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "restore": ("verified restore against a raw read and a sendfile server; safetensors, torch, zarr", _restore),
     "push": ("push against raw write and fsync; safetensors, torch, zarr", _push),
     "match": ("longest-prefix match among 1,000,000 indexed blocks", _match),
+    "s3-pull": ("a verified pull out of S3 against plain s3fs and obstore", _s3_pull),
+    "fleet": ("1, 2 and 4 clients on 1 and 2 replicas over PostgreSQL and S3", _fleet),
     "scale": ("the same among 1 and 10 million blocks, on SQLite and PostgreSQL", _scale),
     "ttft": ("time to first token, grafted against fresh, at 2k, 4k and 8k tokens (SmolLM2-135M)", _ttft),
     "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),

@@ -89,7 +89,7 @@ def test_a_team_pushes_pulls_and_asks_through_what_compose_describes(front: tupl
             assert repository.check(info.id, "default").ok
     environment = {"KVGRAFT_FROM_TOKEN": given["token"]}
     pulled = command(environment, "pull", "latest", "--from", url, "--to", f"file://{tmp_path}/pulled")
-    assert pulled["artifact_id"] == info.id
+    assert pulled["artifact"]["id"] == info.id
 
 
 def test_with_one_replica_down_the_other_answers(front: tuple[str, Team]) -> None:

@@ -169,6 +169,8 @@ def flips(directory: Path, seed: int, *, flips: int, truncations: int, served_ev
                 through_service = number % served_every == 0
                 damage.inflict(generator, cut=number >= flips, kind=KINDS[number % 6], through_service=through_service)
             assert opened.visible() == kept
+        # What was damaged and is whole again is taken back.
+        assert opened.repository.scrub().damaged == 0
         opened.check_index()
     return {
         "flips": flips,
@@ -225,17 +227,16 @@ class Damage:
             self._users[chunk_key(digest)] = Stored(artifact_id, f"{place}/chunks/{digest}")
 
     def inflict(self, generator: random.Random, *, kind: str, cut: bool, through_service: bool) -> None:
-        """Damage one file of a kind, demand that it is noticed, now and then by service and scrub too, and put the file right."""
+        """Damage one file of a kind, demand that reader and scrub notice, now and then the service too, and put the file right."""
         name = generator.choice(self._files[kind])
         data = (self._opened.root / name).read_bytes()
         whole = self._answer(name) if through_service and kind not in _SEALED else b""
         position = generator.randrange(len(data) if cut else 8 * len(data))
         with damaged(self._opened.root / name, data[:position] if cut else flipped(data, position)):
             what = f"{name}, {'cut' if cut else 'flipped'} at {position}"
-            if through_service:
-                damage = (self._opened.root / name).read_bytes()
-                self._scrub(name, data, kind)
-                (self._opened.root / name).write_bytes(damage)
+            damage = (self._opened.root / name).read_bytes()
+            self._scrub(name, data, kind)
+            (self._opened.root / name).write_bytes(damage)
             assert self._found(self._opened.repository, name, kind), f"{what}: read without an error"
             self.embedded += 1
             if through_service:
@@ -245,8 +246,7 @@ class Damage:
                     self.corrupt_responses += answer not in (None, whole)
                     assert answer is None, f"{what}: the service answered in full"
                 self.through_service += 1
-        if kind in _SEALED or through_service:
-            # A scrub trusts nothing that it found damaged.
+        if kind in _SEALED:
             self._opened.repository.reindex()
 
     def _found(self, repository: Repository, name: str, kind: str) -> bool:
