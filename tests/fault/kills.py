@@ -129,9 +129,12 @@ class Job:
             acknowledge("deleted")
             repository.collect_garbage(grace_s=0)
             acknowledge("collected")
-        else:
+        elif self.kind == "reindex":
             repository.reindex()
             acknowledge("rebuilt")
+        else:
+            # Opening it was the job.
+            acknowledge("opened")
 
 
 @dataclass
@@ -285,6 +288,9 @@ class Trial:
             if kind == "reindex" and other in opened.visible() and victim != other:
                 opened.repository.delete(other, DEFAULT_NAMESPACE)
                 self.must.discard(other)
+        if kind == "rebuild":
+            for path in self.root.glob("index.sqlite*"):
+                path.unlink()
         return Job(kind, artifact_id=victim)
 
     def _abandon(self, opened: Opened) -> None:
@@ -380,4 +386,5 @@ FAULTS = [
     _fault("push", "a push", short=6, full=500),
     _fault("gc", "a deletion and garbage collection", short=5, full=200),
     _fault("reindex", "a reindex", short=5, full=100),
+    _fault("rebuild", "opening a repository whose index was lost", short=5, full=100),
 ]
