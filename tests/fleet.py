@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,18 +102,11 @@ def team(
 
 
 @contextmanager
-def balancer(addresses: Sequence[tuple[str, int]], host: str = "127.0.0.1") -> Iterator[str]:
+def balancer(addresses: Sequence[tuple[str, int]]) -> Iterator[str]:
     """A URL behind which connections go to one address after the other, past those that refuse them."""
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((host, 0), backlog=128))
-        turn = iter(range(10**9))
-
-        def connected() -> socket.socket | None:
-            first = next(turn)
-            for n in range(len(addresses)):
-                with suppress(OSError):
-                    return socket.create_connection(addresses[(first + n) % len(addresses)], timeout=5)
-            return None
+    turn = itertools.count()
+    passing: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
 
         def serve() -> None:
             while True:
@@ -120,19 +114,40 @@ def balancer(addresses: Sequence[tuple[str, int]], host: str = "127.0.0.1") -> I
                     client, _ = listener.accept()
                 except OSError:
                     return
-                upstream = connected()
-                if upstream is None:
-                    client.close()
-                    continue
-                upstream.settimeout(None)
-                for source, sink in ((client, upstream), (upstream, client)):
-                    threading.Thread(target=_pump, args=(source, sink), daemon=True).start()
+                passing.append(threading.Thread(target=_pass_on, args=(client, _first_up(addresses, next(turn)))))
+                passing[-1].start()
 
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://{host}:{listener.getsockname()[1]}"
-        # Closing alone does not wake who waits for a connection.
-        with suppress(OSError):
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            # Closing alone does not wake who waits for a connection.
             listener.shutdown(socket.SHUT_RDWR)
+            serving.join()
+            # Clients are gone by now, and so are both ends.
+            for thread in passing:
+                thread.join()
+
+
+def _first_up(addresses: Sequence[tuple[str, int]], first: int) -> socket.socket | None:
+    for n in range(len(addresses)):
+        with suppress(OSError):
+            return socket.create_connection(addresses[(first + n) % len(addresses)], timeout=5)
+    return None
+
+
+def _pass_on(client: socket.socket, upstream: socket.socket | None) -> None:
+    """Pass on what both sides say until both have ended; a side that breaks breaks the other."""
+    if upstream is None:
+        client.close()
+        return
+    upstream.settimeout(None)
+    with client, upstream:
+        back = threading.Thread(target=_pump, args=(upstream, client))
+        back.start()
+        _pump(client, upstream)
+        back.join()
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
@@ -142,15 +157,9 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(buffer[:count])
         sink.shutdown(socket.SHUT_WR)
     except OSError:
-        # What one side does not get, the other is to know of.
         for one in (source, sink):
-            _reset(one)
-
-
-def _reset(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def as_json(output: str) -> Any:

@@ -134,7 +134,7 @@ def _ask(
             if part == name or ":" in part:
                 # What was asked for is named in the answer.
                 text = text.replace(part, "…")
-        shown = sorted((k, v) for k, v in answer.getheaders() if k not in ("date", "content-length"))
+        shown = sorted((k, v) for k, v in answer.getheaders() if k not in ("date", "content-length", "x-request-id"))
         answers.setdefault((answer.status, text, str(shown), len(data)), name)
 
     for _ in range(_WARMUP if samples > _WARMUP else 0):
