@@ -7,6 +7,7 @@ a hundred million blocks by pushes would measure pushes.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import re
 import sqlite3
@@ -14,10 +15,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from benchmarks.artifacts import fingerprint
+from repo_service.domain.layout import Layout
 from repo_service.index import Index
 
 NAMESPACE = "default"
@@ -25,6 +30,7 @@ BLOCKS_PER_ARTIFACT = 128
 BLOCK_TOKENS = 256
 PROMPT_BLOCKS = 32
 BATCH = 100_000
+ARRIVALS = 2_000
 
 _TABLES: dict[str, tuple[str, ...]] = {
     "artifacts": (
@@ -74,10 +80,14 @@ def _sqlite(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
         connection.execute("CREATE UNIQUE INDEX uq_blocks_namespace_key ON blocks (namespace, key)")
     loaded = time.perf_counter() - start
     with Index.open(url) as index:
-        return _measured(index, blocks, lookups) | {
-            "index_mib": round(path.stat().st_size / 2**20),
-            "load_s": round(loaded),
-        }
+        return (
+            _measured(index, blocks, lookups)
+            | _writing(index)
+            | {
+                "index_mib": round(path.stat().st_size / 2**20),
+                "load_s": round(loaded),
+            }
+        )
 
 
 def _postgres(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
@@ -104,10 +114,14 @@ def _postgres(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
             size = connection.execute("SELECT pg_database_size(current_database())").fetchone()
         assert size is not None
         with Index.open(url) as index:
-            return _measured(index, blocks, lookups) | {
-                "index_mib": round(size[0] / 2**20),
-                "load_s": round(loaded),
-            }
+            return (
+                _measured(index, blocks, lookups)
+                | _writing(index)
+                | {
+                    "index_mib": round(size[0] / 2**20),
+                    "load_s": round(loaded),
+                }
+            )
 
 
 def _measured(index: Index, blocks: int, lookups: int) -> dict[str, Any]:
@@ -131,6 +145,24 @@ def _measured(index: Index, blocks: int, lookups: int) -> dict[str, Any]:
         "p50_ms": round(statistics.median(seconds) * 1e3, 3),
         "p99_ms": round(seconds[int(len(seconds) * 0.99)] * 1e3, 3),
     }
+
+
+def _writing(index: Index) -> dict[str, Any]:
+    """Arrivals of chunks, which are what a push writes most, by one thread and by four at once."""
+    made_with = fingerprint()
+    spec = next(iter(Layout.of(made_with).arrays.values())).chunk
+    rates = {}
+    for threads in (1, 4):
+        digests = [[f"blake3:{os.urandom(32).hex()}" for _ in range(ARRIVALS // threads)] for _ in range(threads)]
+        names = [f"push-{threads}-{n}" for n in range(threads)]
+        for name, offered in zip(names, digests, strict=True):
+            index.begin_push(name, NAMESPACE, made_with, datetime.now(UTC) + timedelta(hours=1))
+            index.offer(name, [], dict.fromkeys(offered, spec))
+        with ThreadPoolExecutor(threads) as pool:
+            began = time.perf_counter()
+            list(pool.map(lambda name, some: [index.arrived(name, digest) for digest in some], names, digests))
+            rates[threads] = round(ARRIVALS / (time.perf_counter() - began))
+    return {"arrivals_per_s": rates[1], "arrivals_per_s_4_threads": rates[4]}
 
 
 def _digest(prompt: int, block: int) -> bytes:

@@ -24,12 +24,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pushing import Artifact, push
-from sqlalchemy import Engine, event
+from sqlalchemy import Engine, event, update
 
 from repo_service.client import open_repository
 from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.domain.repository import Repository
 from repo_service.index import Index
+from repo_service.index.models import PushRecord
 from repo_service.storage import LocalStore, local
 from tests.fault.damage import KINDS, Opened, made
 from tests.fault.suite import Fault
@@ -297,11 +298,12 @@ class Trial:
         """A push that ends in the middle and has expired."""
         manifest, records, contents = made(self.generator.randrange(10**9), 40, 16)
         name = f"abandoned{self.generator.randrange(10**9)}"
-        lease = datetime.now(UTC) + timedelta(milliseconds=200)
-        opened.index.begin_push(name, DEFAULT_NAMESPACE, manifest.fingerprint, lease)
+        opened.index.begin_push(name, DEFAULT_NAMESPACE, manifest.fingerprint, datetime.now(UTC) + timedelta(hours=1))
         running = opened.repository.resume_push(name, DEFAULT_NAMESPACE)
         for digest in running.offer(records)[:5]:
             running.put(digest, contents[digest])
+        with opened.index._database.write() as connection:
+            connection.execute(update(PushRecord).where(PushRecord.name == name).values(expires_at=1))
 
     def settle(self, job: Job, outcome: Outcome) -> None:
         """Take note of what a job may have changed and what it was acknowledged."""
