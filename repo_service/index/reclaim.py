@@ -19,7 +19,7 @@ from repo_service.index.models import (
     PushRecord,
 )
 
-BATCH = 1000
+BATCH = 250
 
 Remove = Callable[[list[tuple[str, str]], list[str]], None]
 """Removes block records, by (namespace, key), and chunks, by digest, from the store; either may be gone already."""

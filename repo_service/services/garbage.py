@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TypeVar
@@ -164,8 +165,12 @@ class _Tally:
 
     def remove(self, store: Store, objects: Objects, reason: str) -> None:
         """Remove those of the objects that are there, or, in a dry run, say so."""
-        for key, (kind, namespace, name) in _named(objects).items():
-            if self._remove_one(store, key):
+        named = _named(objects)
+        # Others wait for the write lock meanwhile, and a far store takes its time for each.
+        with ThreadPoolExecutor(store.concurrency) as pool:
+            removed = list(pool.map(lambda key: self._remove_one(store, key), named))
+        for (kind, namespace, name), gone in zip(named.values(), removed, strict=True):
+            if gone:
                 self.note(kind, name, reason, namespace)
 
     def reclaim(self, store: Store, index: Index, namespace: str | None = None) -> tuple[int, int]:

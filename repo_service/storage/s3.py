@@ -45,6 +45,8 @@ class S3Store(Store):
         Deadline of each operation.
     """
 
+    concurrency = 8
+
     def __init__(self, bucket: str, prefix: str = "", *, seconds: float = SECONDS) -> None:
         self._bucket = Bucket(bucket, seconds)
         self._root = f"{prefix}/" if prefix else ""

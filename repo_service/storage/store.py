@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 from typing_extensions import Buffer
 
@@ -51,6 +52,9 @@ class Store(ABC):
     whose medium can't read it, `Unavailable` for any other fault of the backend, `InvalidInput` for a
     key outside the grammar.
     """
+
+    concurrency: ClassVar[int] = 1
+    """How many calls at once are faster than one after the other."""
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
