@@ -104,6 +104,7 @@ def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: s
     with open_local(url) as repository:
         push(repository, X)
         push(repository, Y)
+        repository.set_tag("default", "kept", X[0].id)
         with unreadable(root, X):
             assert repository.reindex().corrupt
             repository.delete(Y[0].id, "default")
@@ -115,6 +116,7 @@ def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: s
         report = repository.collect_garbage(grace_s=0)
         assert report.unreadable == []
         assert report.chunks > 0, "what only the other needed"
+        assert repository.artifact("kept", "default").id == X[0].id
         assert whole(repository, X)
         assert repository.scrub().damage == []
 

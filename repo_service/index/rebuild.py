@@ -83,13 +83,13 @@ def rebuild(
         digest = parse_digest(entry.manifest.id, SHA256)
         publishing.restore(connection, entry, uses.get((entry.namespace, digest), unknown))
     _forget_damage_of_nobody(connection)
-    for document in unread:
-        unsettled.note(connection, document)
     for tag in tags:
         if publishing.artifact_row_id(connection, tag.namespace, tag.artifact_id) is not None:
             tag_rows.set_tag(connection, tag.namespace, tag.name, tag.artifact_id, tag.updated_at)
     for divergence in divergences:
         divergence_rows.record(connection, divergence)
+    for document in unread:
+        unsettled.note(connection, document)
     meta.set_complete(connection, complete=True)
     count = [
         connection.scalars(select(func.count()).select_from(model)).one()

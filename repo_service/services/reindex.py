@@ -29,9 +29,9 @@ def reindex(
 ) -> ReindexReport:
     """Read every entry, tag and divergence and replace the index's rows in one transaction.
 
-    What can't be read or does not verify is left out and named in the report, policies too; entries are
-    noted, so that what they need is not taken for garbage. Without ``again`` an index that is complete by
-    then stays as it is.
+    What can't be read or does not verify is left out and named in the report, policies too. Entries and tags
+    are noted, so that they are indexed once they can be read, and what an entry needs is not taken for
+    garbage. Without ``again`` an index that is complete by then stays as it is.
     """
     corrupt: list[str] = []
     unread: list[Noted] = []
@@ -39,21 +39,24 @@ def reindex(
     chunks: set[str] = set()
     published: set[tuple[str, str]] = set()
 
+    def left_out(key: str) -> None:
+        corrupt.append(key)
+        if (noted := noted_at(key)) is not None:
+            unread.append(noted)
+
     def documents(prefix: str, kind: type[V], place: Callable[[V], str]) -> Iterator[V]:
         for key in store.list(prefix):
             try:
                 yield unseal(key, store.get(key) or b"", kind, place)
             except UNREADABLE:
-                corrupt.append(key)
+                left_out(key)
 
     def entries() -> Iterator[Entry]:
         for key in store.list(ENTRIES):
             try:
                 entry = read_entry(store, key)
             except UNREADABLE:
-                corrupt.append(key)
-                if (noted := noted_at(key)) is not None:
-                    unread.append(noted)
+                left_out(key)
                 continue
             if entry is None:
                 continue
@@ -70,7 +73,7 @@ def reindex(
                 counts["tags"] += 1
                 yield tag
             else:
-                corrupt.append(tag_place(tag))
+                left_out(tag_place(tag))
 
     def divergences() -> Iterator[Divergence]:
         for divergence in documents(DIVERGENCES, Divergence, divergence_place):

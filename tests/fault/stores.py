@@ -17,7 +17,7 @@ from unittest import mock
 from pushing import Artifact, push
 from sqlalchemy import Engine, event
 
-from repo_service.domain.errors import KvgraftError, NotFound, RepositoryError, StorageFull, Unavailable
+from repo_service.domain.errors import Corrupt, KvgraftError, NotFound, RepositoryError, StorageFull, Unavailable
 from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.domain.repository import Repository
 from repo_service.storage import LocalStore, local
@@ -192,7 +192,7 @@ def _trial(directory: Path, template: Path, operation: Operation, fault: Breakag
 def _attempt(operation: Operation, repository: Repository) -> bool:
     try:
         operation.run(repository)
-    except RepositoryError:
+    except (RepositoryError, Corrupt):
         return True
     return False
 
