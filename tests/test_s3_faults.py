@@ -143,7 +143,8 @@ def test_what_never_gets_better_ends_at_the_deadline(faults: Faults, s3: S3Serve
 
 
 def test_memory_that_was_given_back_is_not_written_to(faults: Faults, s3: S3Server) -> None:
-    store = S3Store(s3.bucket, s3.prefix(), seconds=0.6)
+    prefix = s3.prefix()
+    store, patient = S3Store(s3.bucket, prefix, seconds=0.6), S3Store(s3.bucket, prefix)
     s3.client().put_object(Bucket=s3.bucket, Key=f"{store._root}key", Body=b"x" * BIG)
     faults.choose = lambda *_: "body-stall"
     out = bytearray(BIG)
@@ -151,9 +152,11 @@ def test_memory_that_was_given_back_is_not_written_to(faults: Faults, s3: S3Serv
         store.read_into("key", memoryview(out), len)
     before = bytes(out)
     faults.choose = lambda *_: None
-    assert read(store, BIG) == b"x" * BIG
+    # Through connections of its own, which take the time they need on a busy machine.
+    assert read(patient, BIG) == b"x" * BIG
     assert out == before
     store.close()
+    patient.close()
 
 
 def test_a_repository_works_behind_one_error_in_five(

@@ -287,7 +287,10 @@ class LocalRepository(Repository):
 
     def reindex(self) -> ReindexReport:
         self._check_owner()
-        return reindex(self._store, self._index)
+        report = reindex(self._store, self._index)
+        # What could not be read for a moment only is back at once.
+        settle(self._store, self._index)
+        return report
 
     def collect_garbage(self, *, grace_s: float = GRACE_S, dry_run: bool = False, sweep: bool = True) -> GarbageReport:
         """As the interface says; without ``sweep`` only what rows let go of is removed."""
