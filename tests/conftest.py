@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 from places import FULL, Place, in_a_bucket
 from servers import S3Server, s3_server
-from serving import served
+from serving import reached
 
 from repo_service.client import open_repository
 from repo_service.domain.repository import Repository
@@ -93,12 +93,8 @@ def module_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.fixture(params=["embedded", "service"])
 def repository(request: pytest.FixtureRequest, root: Place) -> Iterator[Repository]:
     """A new repository, opened in this process and through a service."""
-    if request.param == "embedded":
-        with open_repository(root.as_uri()) as opened:
-            yield opened
-    else:
-        with served(root.as_uri()) as url, open_repository(url) as opened:
-            yield opened
+    with reached(request.param, root.as_uri()) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from repo_service.client import open_repository
+from repo_service.domain.repository import Repository
 
 
 @contextmanager
@@ -23,3 +26,12 @@ def served(root: Path | str) -> Iterator[str]:
         finally:
             process.terminate()
             process.wait(30)
+
+
+@contextmanager
+def reached(how: str, url: str) -> Iterator[Repository]:
+    """A repository opened in this process (``embedded``) or through a service of its own (``service``)."""
+    with ExitStack() as stack:
+        if how == "service":
+            url = stack.enter_context(served(url))
+        yield stack.enter_context(open_repository(url))

@@ -12,10 +12,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from places import Place
 from pushing import Artifact, offer, push
-from serving import served
+from serving import reached
 from synthetic import artifact, fingerprint
 
-from repo_service.client import open_repository
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import (
     Ambiguous,
@@ -49,12 +48,8 @@ SIZE = 16
 
 @pytest.fixture(scope="module", params=["embedded", "service"])
 def repository(request: pytest.FixtureRequest, module_root: Place) -> Iterator[Repository]:
-    if request.param == "embedded":
-        with open_repository(module_root.as_uri()) as opened:
-            yield opened
-    else:
-        with served(module_root.as_uri()) as url, open_repository(url) as opened:
-            yield opened
+    with reached(request.param, module_root.as_uri()) as opened:
+        yield opened
 
 
 @pytest.fixture
