@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Annotated
 
@@ -39,8 +38,6 @@ class Context:
         What each namespace may ask for in a second.
     chunk_threads, survey_threads, scrub_threads
         Limiters for the worker threads of chunk transfers, of checks and rebuilds, and of scrubs.
-    scrubbing
-        Held while a scrub that was asked for runs.
     is_ending
         Says whether the service is to end, for work that would go on for hours.
     readiness
@@ -61,7 +58,6 @@ class Context:
         self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
         self.survey_threads = CapacityLimiter(_SURVEYS)
         self.scrub_threads = CapacityLimiter(1)
-        self.scrubbing = threading.Lock()
         self.is_ending: Callable[[], bool] = bool
         self.readiness = Readiness(repository)
         self.metrics = Metrics()

@@ -106,13 +106,10 @@ async def scrub(context: ContextOf, how: Survey) -> ScrubReport:
 
     It ends, incomplete, after a day or when the service does; one runs at a time.
     """
-    if not context.scrubbing.acquire(blocking=False):
+    if context.scrub_threads.available_tokens < 1:
         raise Conflict("a scrub that was asked for is running; wait until it has ended")
-    try:
-        survey = partial(context.repository.scrub, bytes_per_s=how.bytes_per_s, ended=_ended(context))
-        return await to_thread.run_sync(survey, limiter=context.scrub_threads)
-    finally:
-        context.scrubbing.release()
+    survey = partial(context.repository.scrub, bytes_per_s=how.bytes_per_s, ended=_ended(context))
+    return await to_thread.run_sync(survey, limiter=context.scrub_threads)
 
 
 def _ended(context: Context) -> Callable[[float], bool]:
