@@ -499,6 +499,12 @@ def test_reindex_tells_what_it_could_not_read(kvgraft: Kvgraft, tmp_path: Path) 
     entry.write_bytes(entry.read_bytes()[:-1])
     result = kvgraft("reindex", "--json")
     assert result.code == errors.INEXACT
+    assert result.json["artifacts"] == 1, "the index knew it"
+    assert result.json["corrupt"] == [str(entry.relative_to(tmp_path / "repo"))]
+    for file in (tmp_path / "repo").glob("index.sqlite*"):
+        file.unlink()
+    result = kvgraft("reindex", "--json")
+    assert result.code == errors.INEXACT
     assert result.json["artifacts"] == 0
     assert len(result.json["corrupt"]) == 2  # The entry, and the tag that now points at nothing.
 

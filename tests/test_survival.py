@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -11,15 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pushing import Artifact, expire_pushes, push
 from synthetic import artifact, fingerprint
 
-from repo_service.domain.errors import KvgraftError, Unavailable
+from repo_service.domain.errors import DocumentCorrupt, KvgraftError, Unavailable
 from repo_service.domain.views import Divergence
+from repo_service.index import Entry, Index, Rebuilt
+from repo_service.services import reindex as reindexing
 from repo_service.services import repository as services
-from repo_service.services.documents import divergence_place, manifest_key, policy_key
+from repo_service.services.documents import divergence_place, entry_key, manifest_key, policy_key
+from repo_service.services.read import read_entry
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.storage import LocalStore
 
@@ -44,12 +49,19 @@ def whole(repository: LocalRepository, made: Artifact) -> bool:
 @contextmanager
 def unreadable(root: Path, made: Artifact) -> Iterator[None]:
     """The artifact's manifest can't be read for a while."""
-    path = root / manifest_key(made[0].id)
-    path.rename(root.parent / "aside")
+    with unreadable_file(root, manifest_key(made[0].id)):
+        yield
+
+
+@contextmanager
+def unreadable_file(root: Path, key: str) -> Iterator[None]:
+    path, aside = root / key, root.parent / key.replace("/", "-")
+    path.rename(aside)
+    path.symlink_to(path)
     try:
         yield
     finally:
-        (root.parent / "aside").rename(path)
+        aside.rename(path)
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
@@ -68,7 +80,7 @@ def test_the_rebuild_of_a_lost_index_that_did_not_finish_is_done_again(
 
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr(services, "reindex", die)
+        monkeypatch.setattr(services, "complete", die)
         try:
             open_local(url)
         finally:
@@ -99,20 +111,84 @@ def test_whoever_opens_while_a_lost_index_is_rebuilt_waits_for_it(root: Path, ur
     assert seen == [True] * 4
 
 
-def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: str) -> None:
-    """A reindex left it out, and a deletion took what it shares with another."""
+def test_an_artifact_keeps_its_rows_while_it_cannot_be_read(root: Path, url: str) -> None:
+    """A reindex on a disk that failed left out what the index knew."""
     with open_local(url) as repository:
         push(repository, X)
         push(repository, Y)
         repository.set_tag("default", "kept", X[0].id)
-        with unreadable(root, X):
-            assert repository.reindex().corrupt
+        repository.set_tag("default", "other", Y[0].id)
+        index = repository._index
+        before = index.dump()
+        with unreadable(root, X), unreadable_file(root, "tags/default/other.json"):
+            assert len(repository.reindex().corrupt) == 2, "the entry and a tag"
+            assert index.dump() == before
             repository.delete(Y[0].id, "default")
             report = repository.collect_garbage(grace_s=0)
-            assert report.unreadable
-            assert (report.chunks, report.block_records, report.manifests) == (0, 0, 0)
+            assert report.unreadable == [], "rows tell what the artifact needs"
             (found,) = repository.scrub().damage
-            assert (found.kind, found.artifacts) == ("entry", [("default", X[0].id)])
+            assert (found.kind, found.artifacts) == ("manifest", [("default", X[0].id)])
+        assert repository.artifact("kept", "default").id == X[0].id
+        assert whole(repository, X)
+        assert repository.scrub().damage == []
+
+
+def test_rows_of_an_artifact_that_is_gone_are_not_kept_for_its_being_unreadable_before(
+    root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removed it did so while the store was read once more."""
+    with open_local(url) as repository:
+        push(repository, X)
+        push(repository, Y)
+        entry = root / entry_key("default", X[0].id)
+        rebuild = Index.rebuild
+        kept: list[int] = []
+
+        def once_more(index: Index, *surveyed: Any) -> Rebuilt:
+            kept.append(len(surveyed[-1]))
+            if len(kept) == 2:
+                entry.unlink()
+            return rebuild(index, *surveyed)
+
+        monkeypatch.setattr(Index, "rebuild", once_more)
+        with unreadable(root, X):
+            report = repository.reindex()
+        assert kept == [0, 1, 0]
+        assert (report.artifacts, report.corrupt) == (1, [])
+
+
+def test_a_store_that_reads_now_and_then_only_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_local(url) as repository:
+        push(repository, X)
+        before = repository._index.dump()
+        calls = itertools.count()
+
+        def now_and_then(store: LocalStore, key: str) -> Entry | None:
+            if next(calls) % 2 == 0:
+                raise DocumentCorrupt("the disk is dying")
+            return read_entry(store, key)
+
+        monkeypatch.setattr(reindexing, "read_entry", now_and_then)
+        with pytest.raises(Unavailable, match="one moment and not at the next"):
+            repository.reindex()
+        assert repository._index.dump() == before
+
+
+def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: str) -> None:
+    """A new index did not know it, and a deletion took what it shares with another."""
+    with open_local(url) as repository:
+        push(repository, X)
+        push(repository, Y)
+        repository.set_tag("default", "kept", X[0].id)
+    lose_index(root)
+    with unreadable(root, X), open_local(url) as repository:
+        repository.delete(Y[0].id, "default")
+        report = repository.collect_garbage(grace_s=0)
+        assert report.unreadable
+        assert (report.chunks, report.block_records, report.manifests) == (0, 0, 0)
+        (found,) = repository.scrub().damage
+        assert (found.kind, found.artifacts) == ("entry", [("default", X[0].id)])
+    with open_local(url) as repository:
         report = repository.collect_garbage(grace_s=0)
         assert report.unreadable == []
         assert report.chunks > 0, "what only the other needed"

@@ -33,30 +33,39 @@ def note(request: Request, **what: Any) -> None:
 
 @contextmanager
 def recorded(scope: Scope, act: str, token_id: str | None, namespace: str | None, send: Send) -> Iterator[Send]:
-    """Write the line for a request when the block ends; gives what its answer is to be sent through."""
+    """Write one line for a request: before the end of its answer is sent, or, without one, when the block ends.
+
+    Gives what the answer is to be sent through: whoever has all of it finds the line.
+    """
     status = 0
+    written = False
+
+    def write(outcome: str) -> None:
+        nonlocal written
+        if not written:
+            written = True
+            what = {name: _shown(value) for name, value in scope["path_params"].items() if name != "namespace"}
+            where = {} if namespace is None else {"namespace": namespace[:_LONGEST]}
+            record(who=_who(scope, token_id), did=act, **where, what=what | scope.get(_WHAT, {}), outcome=outcome)
 
     async def watched(message: Message) -> None:
         nonlocal status
         if message["type"] == "http.response.start":
             status = message["status"]
+        elif message["type"] == "http.response.body" and not message.get("more_body"):
+            write(scope.get(OUTCOME, str(status)) if status >= 400 else DONE)
         await send(message)
 
-    outcome = UNANSWERED
     try:
         yield watched
-        if status:
-            outcome = scope.get(OUTCOME, str(status)) if status >= 400 else DONE
     except KvgraftError as error:
-        outcome = error.code
+        write(error.code)
         raise
     except Exception:
-        outcome = KvgraftError.code
+        write(KvgraftError.code)
         raise
     finally:
-        what = {name: _shown(value) for name, value in scope["path_params"].items() if name != "namespace"}
-        where = {} if namespace is None else {"namespace": namespace[:_LONGEST]}
-        record(who=_who(scope, token_id), did=act, **where, what=what | scope.get(_WHAT, {}), outcome=outcome)
+        write(UNANSWERED)
 
 
 def _shown(value: object) -> str:

@@ -205,7 +205,9 @@ class ReindexReport(View):
     chunks: int
     tags: int
     divergences: int
-    corrupt: list[str] = Field(description="Store keys that could not be read or did not verify; they are not indexed.")
+    corrupt: list[str] = Field(
+        description="Store keys that could not be read or did not verify. What the index knew of them it keeps; the rest is not indexed."
+    )
 
 
 class Removed(View):

@@ -5,7 +5,7 @@ from repo_service.index.entry import Entry
 from repo_service.index.index import Index
 from repo_service.index.orphans import Objects
 from repo_service.index.pushes import Offered, PushRow
-from repo_service.index.rebuild import Rebuilt
+from repo_service.index.rebuild import Rebuilt, Unkept
 from repo_service.index.reclaim import Reclaimable
 from repo_service.index.retention import LetGo
 from repo_service.index.unsettled import ENTRY, TAG, Noted, Settled
@@ -24,4 +24,5 @@ __all__ = [
     "Rebuilt",
     "Reclaimable",
     "Settled",
+    "Unkept",
 ]

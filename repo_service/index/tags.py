@@ -15,15 +15,17 @@ from repo_service.index.dialect import insert_many
 from repo_service.index.models import Artifact, Tag
 from repo_service.index.publishing import require_artifact
 
+_TAGS = select(Tag.namespace, Tag.name, Artifact.digest, Tag.updated_at).join(Artifact, Artifact.id == Tag.artifact_id)
+
 
 def of(connection: Connection, namespace: str) -> list[TagInfo]:
-    rows = connection.execute(
-        select(Tag.namespace, Tag.name, Artifact.digest, Tag.updated_at)
-        .join(Artifact, Artifact.id == Tag.artifact_id)
-        .where(Tag.namespace == namespace)
-        .order_by(Tag.name)
-    )
+    rows = connection.execute(_TAGS.where(Tag.namespace == namespace).order_by(Tag.name))
     return [view(row, row.digest) for row in rows]
+
+
+def of_all(connection: Connection) -> list[TagInfo]:
+    """The tags of all namespaces."""
+    return [view(row, row.digest) for row in connection.execute(_TAGS)]
 
 
 def view(row: Row[*tuple[Any, ...]], artifact: bytes) -> TagInfo:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 
@@ -148,13 +148,12 @@ class Upkeep:
         tags: Iterable[TagInfo],
         divergences: Iterable[Divergence],
         unread: Iterable[Noted] = (),
-        *,
-        again: bool = True,
-    ) -> Rebuilt | None:
+        keep: Collection[Noted] = (),
+    ) -> Rebuilt:
         """Replace everything that is derived from the store, in one transaction.
 
-        ``unread``, iterated last, are entries that could not be read. Without ``again`` nothing is done,
-        and None returned, where somebody else has rebuilt the index meanwhile.
+        ``unread``, iterated last, are documents that could not be read, and ``keep`` those of them whose artifacts
+        keep their rows.
 
         Pass generators that list the store only when iterated: that happens under the write lock,
         and a listing made before it could miss an artifact published meanwhile. They must not use
@@ -164,11 +163,23 @@ class Upkeep:
         ------
         Divergence, MalformedDocument
             If two entries contradict each other; the index is then unchanged.
+        Unkept
+            If ``keep`` must be another; the index is then unchanged, too.
         """
         with self._database.write_durably() as connection:
-            if not again and meta.is_complete(connection):
-                return None
-            return rebuild.rebuild(connection, entries, tags, divergences, unread)
+            return rebuild.rebuild(connection, entries, tags, divergences, unread, keep)
+
+    def complete(
+        self,
+        entries: Iterable[Entry],
+        tags: Iterable[TagInfo],
+        divergences: Iterable[Divergence],
+        unread: Iterable[Noted],
+    ) -> None:
+        """`rebuild`, unless somebody else has done so meanwhile."""
+        with self._database.write_durably() as connection:
+            if not meta.is_complete(connection):
+                rebuild.rebuild(connection, entries, tags, divergences, unread)
 
     def with_row(self, document: Noted, write: Callable[[], None]) -> bool:
         """Call ``write`` under the write lock if a row still stands for the document; False if none does."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict
 from typing import TypeVar
 
-from repo_service.domain.errors import UNREADABLE
+from repo_service.domain.errors import UNREADABLE, Unavailable
 from repo_service.domain.views import Divergence, ReindexReport, TagInfo, View
-from repo_service.index import Entry, Index, Noted
+from repo_service.index import Entry, Index, Noted, Unkept
 from repo_service.services.documents import (
     DIVERGENCES,
     ENTRIES,
@@ -18,71 +19,97 @@ from repo_service.services.documents import (
 )
 from repo_service.services.read import read_entry
 from repo_service.services.retention import stored_policies
-from repo_service.services.settle import noted_at
+from repo_service.services.settle import noted_at, settle
 from repo_service.storage import Store
 
 V = TypeVar("V", bound=View)
 
 
-def reindex(
-    store: Store, index: Index, progress: Callable[[int], None] | None = None, *, again: bool = True
-) -> ReindexReport:
+# Disks fail for a moment; one that reads a document now and then only must be seen to.
+_TRIES = 5
+
+
+def reindex(store: Store, index: Index) -> ReindexReport:
     """Read every entry, tag and divergence and replace the index's rows in one transaction.
 
-    What can't be read or does not verify is left out and named in the report, policies too. Entries and tags
-    are noted, so that they are indexed once they can be read, and what an entry needs is not taken for
-    garbage. Without ``again`` an index that is complete by then stays as it is.
+    What can't be read or does not verify is named in the report, policies too. An artifact or tag that
+    the index knows already keeps its rows then; what it does not know is left out and noted, so that it is
+    indexed once it can be read, and what an entry needs is not taken for garbage.
+
+    Raises
+    ------
+    Unavailable
+        If what can be read differs from moment to moment.
     """
-    corrupt: list[str] = []
-    unread: list[Noted] = []
-    blocks: set[tuple[str, str]] = set()
-    chunks: set[str] = set()
-    published: set[tuple[str, str]] = set()
+    keep: Collection[Noted] = ()
+    for _ in range(_TRIES):
+        survey = _Survey(store, keep)
+        try:
+            rebuilt = index.rebuild(survey.entries(), survey.tags(), survey.divergences(), survey.unread, keep)
+        except Unkept as unkept:
+            keep = unkept.entries
+            continue
+        # What could not be read for a moment only is back at once.
+        settle(store, index)
+        bad_policies = [key for key, policy in stored_policies(store) if policy is None]
+        return ReindexReport(**asdict(rebuilt), corrupt=sorted(survey.corrupt + bad_policies))
+    names = ", ".join(sorted(entry.name for entry in keep)[:3])
+    raise Unavailable(
+        f"the store reads the entries of artifacts at one moment and not at the next, the last time not those of "
+        f"{len(keep)}: {names or 'none'}; see what is wrong with it, then try again"
+    )
 
-    def left_out(key: str) -> None:
-        corrupt.append(key)
-        if (noted := noted_at(key)) is not None:
-            unread.append(noted)
 
-    def documents(prefix: str, kind: type[V], place: Callable[[V], str]) -> Iterator[V]:
-        for key in store.list(prefix):
+def complete(store: Store, index: Index) -> None:
+    """Fill an index that is new, or was lost or left behind, unless somebody else has done so by now."""
+    survey = _Survey(store)
+    index.complete(survey.entries(), survey.tags(), survey.divergences(), survey.unread)
+
+
+class _Survey:
+    """What a store holds, read when iterated: entries first, then tags and divergences.
+
+    Attributes
+    ----------
+    corrupt, unread
+        Keys that could not be read so far, and which of them are documents that the index can note.
+    """
+
+    def __init__(self, store: Store, keep: Collection[Noted] = ()) -> None:
+        self.corrupt: list[str] = []
+        self.unread: list[Noted] = []
+        self._store = store
+        self._published = {(entry.namespace, entry.name) for entry in keep}
+
+    def entries(self) -> Iterator[Entry]:
+        for key in self._store.list(ENTRIES):
             try:
-                yield unseal(key, store.get(key) or b"", kind, place)
+                entry = read_entry(self._store, key)
             except UNREADABLE:
-                left_out(key)
-
-    def entries() -> Iterator[Entry]:
-        for key in store.list(ENTRIES):
-            try:
-                entry = read_entry(store, key)
-            except UNREADABLE:
-                left_out(key)
+                self._left_out(key)
                 continue
-            if entry is None:
-                continue
-            published.add((entry.namespace, entry.manifest.id))
-            blocks.update((entry.namespace, record.key) for record in entry.records)
-            chunks.update(entry.specs())
-            if progress is not None:
-                progress(len(published))
-            yield entry
+            if entry is not None:
+                self._published.add((entry.namespace, entry.manifest.id))
+                yield entry
 
-    def tags() -> Iterator[TagInfo]:
-        for tag in documents(TAGS, TagInfo, tag_place):
-            if (tag.namespace, tag.artifact_id) in published:
-                counts["tags"] += 1
+    def tags(self) -> Iterator[TagInfo]:
+        for tag in self._documents(TAGS, TagInfo, tag_place):
+            if (tag.namespace, tag.artifact_id) in self._published:
                 yield tag
             else:
-                left_out(tag_place(tag))
+                self._left_out(tag_place(tag))
 
-    def divergences() -> Iterator[Divergence]:
-        for divergence in documents(DIVERGENCES, Divergence, divergence_place):
-            counts["divergences"] += 1
-            yield divergence
+    def divergences(self) -> Iterator[Divergence]:
+        return self._documents(DIVERGENCES, Divergence, divergence_place)
 
-    counts = {"tags": 0, "divergences": 0}
-    index.rebuild(entries(), tags(), divergences(), unread, again=again)
-    corrupt += [key for key, policy in stored_policies(store) if policy is None]
-    return ReindexReport(
-        artifacts=len(published), blocks=len(blocks), chunks=len(chunks), corrupt=sorted(corrupt), **counts
-    )
+    def _documents(self, prefix: str, kind: type[V], place: Callable[[V], str]) -> Iterator[V]:
+        for key in self._store.list(prefix):
+            try:
+                yield unseal(key, self._store.get(key) or b"", kind, place)
+            except UNREADABLE:
+                self._left_out(key)
+
+    def _left_out(self, key: str) -> None:
+        self.corrupt.append(key)
+        if (noted := noted_at(key)) is not None:
+            self.unread.append(noted)

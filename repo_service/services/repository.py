@@ -44,7 +44,7 @@ from repo_service.services.ownership import Ownership
 from repo_service.services.places import find_place
 from repo_service.services.push import LocalPush, begin_push
 from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
-from repo_service.services.reindex import reindex
+from repo_service.services.reindex import complete, reindex
 from repo_service.services.reserve import Reserve
 from repo_service.services.retention import Clock, read_policy, write_policy
 from repo_service.services.scrub import scrub
@@ -100,7 +100,7 @@ def open_local(
         repository = LocalRepository(url, repository_id, place.store, index, place.reserve, owner)
         if not take_over and not index.is_complete():
             # It is new, or was lost or left behind; the store is the truth (I5).
-            reindex(place.store, index, again=False)
+            complete(place.store, index)
         settle(place.store, index)
         place.reserve.keep()
         stack.pop_all()
@@ -287,10 +287,7 @@ class LocalRepository(Repository):
 
     def reindex(self) -> ReindexReport:
         self._check_owner()
-        report = reindex(self._store, self._index)
-        # What could not be read for a moment only is back at once.
-        settle(self._store, self._index)
-        return report
+        return reindex(self._store, self._index)
 
     def collect_garbage(self, *, grace_s: float = GRACE_S, dry_run: bool = False, sweep: bool = True) -> GarbageReport:
         """As the interface says; without ``sweep`` only what rows let go of is removed."""
