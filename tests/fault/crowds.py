@@ -166,14 +166,31 @@ def leave(opened: Opened, what: Artifact, lease_s: float, generator: random.Rand
 def gc_under_load(directory: Path, seed: int, *, artifacts: int, workers: int, every_ms: int) -> dict[str, Any]:
     root, threads = directory / "repository", 5
     grace_s = 5 * every_ms / 1000
-    collections = freed = 0
-    with Opened(root) as opened, processes(workers) as pool:
+    freed = sweeps = 0
+    begun: list[float] = []
+    over = threading.Event()
+    with Opened(root) as opened, processes(workers) as pool, ThreadPoolExecutor(1) as beside:
+
+        def reclaim() -> int:
+            """As a service does between its sweeps: what rows let go of."""
+            freed = 0
+            while not over.is_set():
+                begun.append(time.monotonic())
+                freed += opened.repository.collect_garbage(grace_s=grace_s, sweep=False).chunks
+                over.wait(max(0.0, begun[-1] + every_ms / 1000 - time.monotonic()))
+            return freed
+
         numbers = [range(seed + part.start, seed + part.stop) for part in shares(artifacts, workers)]
         running = [pool.submit(push_many, root, part, seed + i, threads, grace_s) for i, part in enumerate(numbers)]
-        while not all(future.done() for future in running):
-            freed += opened.repository.collect_garbage(grace_s=grace_s).chunks
-            collections += 1
-            time.sleep(every_ms / 1000)
+        reclaiming = beside.submit(reclaim)
+        try:
+            while not all(future.done() for future in running):
+                freed += opened.repository.collect_garbage(grace_s=grace_s).chunks
+                sweeps += 1
+                time.sleep(every_ms / 1000)
+        finally:
+            over.set()
+        freed += reclaiming.result()
         results = [future.result() for future in running]
         assert not any(done.begun_again for done in results), "a push lost what it had sent before its lease was over"
         time.sleep(2 * grace_s)
@@ -188,7 +205,9 @@ def gc_under_load(directory: Path, seed: int, *, artifacts: int, workers: int, e
         "there": len(known),
         "deleted": sum(done.deleted for done in results),
         "abandoned": sum(done.abandoned for done in results),
-        "collections": collections,
+        "collections": len(begun),
+        "s_between_collections": round((begun[-1] - begun[0]) / max(1, len(begun) - 1), 2),
+        "sweeps_of_the_whole_store_beside_them": sweeps,
         "chunks_collected": freed,
         "missing_chunks": 0,
         "garbage_after_twice_the_grace": 0,
