@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from repo_service.domain.digest import ChunkHasher
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, Corrupt, DocumentCorrupt
@@ -20,6 +21,9 @@ from repo_service.domain.views import StorageReport
 from repo_service.index import Entry, Index
 from repo_service.services.documents import EntryDocument, block_record_key, chunk_key, manifest_key, unseal
 from repo_service.storage import Store
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 _HOLDINGS_KEPT = 32
 _HOLDINGS_TRUSTED_S = 1.0
@@ -41,7 +45,11 @@ def read_records(store: Store, manifest: Manifest, namespace: str) -> list[Block
     ------
     DocumentCorrupt
     """
-    records = [read_record(store, namespace, key, digest) for key, digest in manifest.blocks]
+
+    def read(block: tuple[str, str]) -> BlockRecord:
+        return read_record(store, namespace, *block)
+
+    records = [record() for _, record in read_ahead(store, read, manifest.blocks)]
     manifest.check_records(records)
     return records
 
@@ -104,6 +112,26 @@ def read_entry(store: Store, key: str) -> Entry | None:
     manifest = read_manifest(store, document.artifact_id)
     records = read_records(store, manifest, document.namespace)
     return Entry(document.namespace, manifest, records, read_tokens(store, manifest), document.created_at)
+
+
+def read_ahead(store: Store, read: Callable[[K], T], names: Iterable[K]) -> Iterator[tuple[K, Callable[[], T]]]:
+    """Each name in order with what gives the outcome of ``read``; as many are read at once as is faster on the store."""
+    if store.concurrency == 1:
+        yield from ((name, partial(read, name)) for name in names)
+        return
+    running: deque[tuple[K, Future[T]]] = deque()
+    with ThreadPoolExecutor(store.concurrency) as pool:
+        try:
+            for name in names:
+                running.append((name, pool.submit(read, name)))
+                if len(running) > store.concurrency:
+                    first, outcome = running.popleft()
+                    yield first, outcome.result
+            for first, outcome in running:
+                yield first, outcome.result
+        finally:
+            for _, outcome in running:
+                outcome.cancel()
 
 
 def held_chunks(manifest: Manifest, records: Iterable[BlockRecord]) -> dict[str, ChunkSpec]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import TypeVar
 
 from repo_service.domain.errors import UNREADABLE, Unavailable
@@ -17,7 +18,7 @@ from repo_service.services.documents import (
     tag_place,
     unseal,
 )
-from repo_service.services.read import read_entry
+from repo_service.services.read import read_ahead, read_entry
 from repo_service.services.retention import stored_policies
 from repo_service.services.settle import noted_at, settle
 from repo_service.storage import Store
@@ -82,9 +83,9 @@ class _Survey:
         self._published = {(entry.namespace, entry.name) for entry in keep}
 
     def entries(self) -> Iterator[Entry]:
-        for key in self._store.list(ENTRIES):
+        for key, read in read_ahead(self._store, partial(read_entry, self._store), self._store.list(ENTRIES)):
             try:
-                entry = read_entry(self._store, key)
+                entry = read()
             except UNREADABLE:
                 self._left_out(key)
                 continue
@@ -103,9 +104,9 @@ class _Survey:
         return self._documents(DIVERGENCES, Divergence, divergence_place)
 
     def _documents(self, prefix: str, kind: type[V], place: Callable[[V], str]) -> Iterator[V]:
-        for key in self._store.list(prefix):
+        for key, read in read_ahead(self._store, self._store.get, self._store.list(prefix)):
             try:
-                yield unseal(key, self._store.get(key) or b"", kind, place)
+                yield unseal(key, read() or b"", kind, place)
             except UNREADABLE:
                 self._left_out(key)
 
