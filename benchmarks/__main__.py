@@ -44,8 +44,14 @@ def _fleet(small: bool) -> Mapping[str, Any]:
 def _scale(small: bool) -> Mapping[str, Any]:
     from benchmarks import scale
 
-    sizes = [20_000, 40_000] if small else [1_000_000, 10_000_000]
+    sizes = [20_000, 40_000] if small else [1_000_000, 10_000_000, 100_000_000]
     return scale.run(sizes, ["sqlite", "postgres"], 500 if small else 2_000)
+
+
+def _upkeep(small: bool) -> Mapping[str, Any]:
+    from benchmarks import upkeep
+
+    return upkeep.run(100 if small else 3_000, rounds=1 if small else 3)
 
 
 def _ttft(small: bool) -> Mapping[str, Any]:
@@ -77,7 +83,8 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "match": ("longest-prefix match among 1,000,000 indexed blocks", _match),
     "s3-pull": ("a verified pull out of S3 against plain s3fs and obstore", _s3_pull),
     "fleet": ("1, 2 and 4 clients on 1 and 2 replicas over PostgreSQL and S3", _fleet),
-    "scale": ("the same among 1 and 10 million blocks, on SQLite and PostgreSQL", _scale),
+    "scale": ("the same among 1, 10 and 100 million blocks, on SQLite and PostgreSQL", _scale),
+    "upkeep": ("garbage collection and reindex for each object, on a disk and on S3", _upkeep),
     "ttft": ("time to first token, grafted against fresh, at 2k, 4k and 8k tokens (SmolLM2-135M)", _ttft),
     "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),
     "node-cache": ("pull through the service, cold and warm cache of the node, against a raw read", _node_cache),

@@ -12,12 +12,14 @@ import random
 import re
 import sqlite3
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,13 @@ _TABLES: dict[str, tuple[str, ...]] = {
     "blocks": ("id", "namespace", "key", "record", "start", "stop"),
     "artifact_blocks": ("artifact_id", "position", "block_id"),
 }  # fmt: skip
+# Loaded by themselves, to see their size.
+_CHUNK_TABLES: dict[str, tuple[str, ...]] = {
+    "chunks": ("id", "namespace", "digest", "dtype", "shape", "size", "state"),
+    "block_chunks": ("block_id", "chunk_id"),
+}
+CHUNKS = 1_000_000
+CHUNKS_PER_BLOCK = 4
 
 Rows = Iterable[tuple[Any, ...]]
 
@@ -48,9 +57,10 @@ def run(sizes: list[int], databases: list[str], lookups: int) -> dict[str, Any]:
     """Match prompts of 32 blocks, half of which are stored in part, against each number of indexed blocks."""
     measured: dict[str, Any] = {}
     for database in databases:
+        measure = _sqlite if database == "sqlite" else _postgres
         for blocks in sizes:
             with tempfile.TemporaryDirectory(prefix="kvgraft-bench-") as directory:
-                measure = _sqlite if database == "sqlite" else _postgres
+                print(f"{database}, {blocks:,} blocks", file=sys.stderr, flush=True)
                 measured[f"{database}, {blocks:,} blocks"] = measure(Path(directory), blocks, lookups)
     return measured
 
@@ -70,24 +80,27 @@ def _sqlite(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
         connection.execute("DROP TABLE blocks")
         connection.execute(unconstrained)
         connection.execute(f"INSERT INTO fingerprints VALUES {_fingerprint()}")
-        for table, columns in _TABLES.items():
-            statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
-            rows = _rows(table, blocks)
-            while batch := [row for row, _ in zip(rows, range(BATCH), strict=False)]:
-                connection.execute("BEGIN")
-                connection.executemany(statement, batch)
-                connection.execute("COMMIT")
+
+        def load(tables: Mapping[str, tuple[str, ...]], count: int) -> None:
+            for table, columns in tables.items():
+                statement = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+                rows = _rows(table, count)
+                while batch := list(islice(rows, BATCH)):
+                    connection.execute("BEGIN")
+                    connection.executemany(statement, batch)
+                    connection.execute("COMMIT")
+
+        load(_TABLES, blocks)
         connection.execute("CREATE UNIQUE INDEX uq_blocks_namespace_key ON blocks (namespace, key)")
-    loaded = time.perf_counter() - start
-    with Index.open(url) as index:
-        return (
-            _measured(index, blocks, lookups)
-            | _writing(index)
-            | {
-                "index_mib": round(path.stat().st_size / 2**20),
-                "load_s": round(loaded),
-            }
-        )
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        loaded = time.perf_counter() - start
+        size = path.stat().st_size
+        with Index.open(url) as index:
+            measured = _measured(index, blocks, lookups) | _writing(index) | _sizes(blocks, size, loaded)
+        size = path.stat().st_size
+        load(_CHUNK_TABLES, CHUNKS)
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return measured | {"bytes_per_chunk": round((path.stat().st_size - size) / CHUNKS)}
 
 
 def _postgres(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
@@ -103,25 +116,33 @@ def _postgres(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
             connection.execute("SET maintenance_work_mem = '1GB'")
             connection.execute("ALTER TABLE blocks DROP CONSTRAINT uq_blocks_namespace_key")
             connection.execute(f"INSERT INTO fingerprints VALUES {_fingerprint('{}::bytea')}")  # type: ignore[arg-type]
-            for table, columns in _TABLES.items():
-                copy = f"COPY {table} ({', '.join(columns)}) FROM STDIN"
-                with connection.cursor().copy(copy) as sink:  # type: ignore[arg-type]
-                    for row in _rows(table, blocks):
-                        sink.write_row(row)
+
+            def load(tables: Mapping[str, tuple[str, ...]], count: int) -> None:
+                for table, columns in tables.items():
+                    copy = f"COPY {table} ({', '.join(columns)}) FROM STDIN"
+                    with connection.cursor().copy(copy) as sink:  # type: ignore[arg-type]
+                        for row in _rows(table, count):
+                            sink.write_row(row)
+
+            def size() -> int:
+                found = connection.execute("SELECT pg_database_size(current_database())").fetchone()
+                assert found is not None
+                return int(found[0])
+
+            load(_TABLES, blocks)
             connection.execute("ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key UNIQUE (namespace, key)")
             connection.execute("VACUUM ANALYZE")
             loaded = time.perf_counter() - start
-            size = connection.execute("SELECT pg_database_size(current_database())").fetchone()
-        assert size is not None
-        with Index.open(url) as index:
-            return (
-                _measured(index, blocks, lookups)
-                | _writing(index)
-                | {
-                    "index_mib": round(size[0] / 2**20),
-                    "load_s": round(loaded),
-                }
-            )
+            with Index.open(url) as index:
+                sizes = _sizes(blocks, size(), loaded)
+                measured = _measured(index, blocks, lookups) | _writing(index) | sizes
+            before = size()
+            load(_CHUNK_TABLES, CHUNKS)
+            return measured | {"bytes_per_chunk": round((size() - before) / CHUNKS)}
+
+
+def _sizes(blocks: int, size: int, loaded_s: float) -> dict[str, Any]:
+    return {"index_mib": round(size / 2**20), "bytes_per_block": round(size / blocks), "load_s": round(loaded_s)}
 
 
 def _measured(index: Index, blocks: int, lookups: int) -> dict[str, Any]:
@@ -202,6 +223,14 @@ def _rows(table: str, blocks: int) -> Iterator[tuple[Any, ...]]:
                 2**30,
                 now + 10**9,
             )
+        return
+    if table in _CHUNK_TABLES:
+        # Behind what arrived while that was measured, and each of a block that is no other's.
+        for number in range(10_000_000, 10_000_000 + blocks):
+            if table == "block_chunks":
+                yield number // CHUNKS_PER_BLOCK, number
+            else:
+                yield number, NAMESPACE, _digest(-1, number), "bfloat16", "[1, 30, 3, 256, 64]", 2**23, 2
         return
     for number in artifacts:
         first = number * BLOCKS_PER_ARTIFACT + 1

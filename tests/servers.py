@@ -97,7 +97,7 @@ def _new_s3_server() -> Iterator[S3Server]:
         config = Path(directory, "identities.json")
         config.write_text(json.dumps({"identities": identities}))
         command = [weed, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-        command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=20"]
+        command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=100"]
         command += ["-filer", "-s3", f"-s3.config={config}", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         command += [f"-{part}.localSocket={directory}/{part}.sock" for part in ("filer", "s3")]
         for part, port, grpc_port in zip(_PARTS, ports[::2], ports[1::2], strict=True):
