@@ -16,8 +16,11 @@ from pushing import push
 from synthetic import artifact, fingerprint
 
 from repo_service.client import open_repository
+from repo_service.domain.access import Scope
 from repo_service.domain.errors import KvgraftError, MalformedUrl, NewerFormat, NotARepository, StorageFull
 from repo_service.domain.views import ArtifactQuery
+from repo_service.index import Index
+from repo_service.services.documents import manifest_key
 from repo_service.services.repository import open_local
 
 PROCESSES, EACH = 4, 6
@@ -214,3 +217,35 @@ def test_i5_where_the_index_cannot_commit_the_store_is_as_before(
         with pytest.raises(StorageFull):
             uses[method]()
         assert documents() == before
+
+
+def test_whatever_takes_something_away_does_so_in_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk a push could not be given up, and kept what it had sent until its lease was over."""
+    made = artifact(range(40))
+    with open_local((tmp_path / "r").as_uri()) as repository:
+        reserve = tmp_path / "r" / "index.sqlite-reserve"
+        token = repository.create_access_token(Scope.READ, ["*"]).info
+
+        def full(method: str) -> None:
+            whole = getattr(Index, method)
+
+            def call(*arguments: Any) -> Any:
+                if reserve.exists():
+                    raise StorageFull("the index can't grow")
+                return whole(*arguments)
+
+            monkeypatch.setattr(Index, method, call)
+
+        for method in "end_push", "revoke_token", "drop":
+            full(method)
+        push(repository, made)
+        abandoned = repository.begin_push(made[0].fingerprint, "default")
+        abandoned.abort()
+        assert repository._index.running_pushes() == 0
+        assert repository.revoke_access_token(token.id).revoked_at
+        (tmp_path / "r" / manifest_key(made[0].id)).unlink()
+        repository._index.set_incomplete()
+    with open_local((tmp_path / "r").as_uri()) as repository:
+        repository.delete(made[0].id, "default")
+        assert repository.collect_garbage(grace_s=0).unreadable == []
+        assert reserve.exists(), "there was room for it again"

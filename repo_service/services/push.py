@@ -44,6 +44,7 @@ from repo_service.services.documents import (
 from repo_service.services.garbage import remove_loose
 from repo_service.services.observer import Observer
 from repo_service.services.read import held_chunks, read_record, read_tokens
+from repo_service.services.reserve import Reserve
 from repo_service.services.retention import read_policy
 from repo_service.services.settle import settle
 from repo_service.services.undo import follow_rows
@@ -54,15 +55,8 @@ LEASE = timedelta(hours=1)
 _RECORD_WRITERS = 8
 
 
-def begin_push(
-    store: Store,
-    index: Index,
-    fingerprint: Fingerprint,
-    namespace: str,
-    observer: Observer,
-    ready: Callable[[], object] = lambda: None,
-) -> LocalPush:
-    """Start a push of an artifact made under ``fingerprint``; ``observer`` and ``ready`` as in `LocalPush`.
+def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: str) -> str:
+    """Start a push of an artifact made under ``fingerprint``; returns its id.
 
     Raises
     ------
@@ -77,8 +71,7 @@ def begin_push(
     settle(store, index)
     index.expire_pushes(now)
     index.begin_push(push_id, namespace, fingerprint, now + LEASE)
-    observer.begun()
-    return LocalPush(store, index, push_id, namespace, observer, ready)
+    return push_id
 
 
 class LocalPush(Push):
@@ -88,6 +81,8 @@ class LocalPush(Push):
     ----------
     observer
         Told what happens to the push.
+    reserve
+        Room to end it in.
     ready
         Called before a commit; raises where the index may not publish.
     """
@@ -99,6 +94,7 @@ class LocalPush(Push):
         push_id: str,
         namespace: str,
         observer: Observer,
+        reserve: Reserve,
         ready: Callable[[], object] = lambda: None,
     ) -> None:
         self.id = push_id
@@ -107,6 +103,7 @@ class LocalPush(Push):
         self._index = index
         self._ready = ready
         self._observer = observer
+        self._reserve = reserve
 
     def offer(self, records: Sequence[BlockRecord]) -> list[str]:
         push = self._index.push(self.id, self._namespace)
@@ -211,12 +208,12 @@ class LocalPush(Push):
         except DivergenceError as error:
             refused = next(record for record in records if record.key == error.details["block_key"])
             self._diverged(push.namespace, refused, error.details["stored_record"])
-        self._index.end_push(self.id)
+        self._reserve.spent_on(lambda: self._index.end_push(self.id))
         self._observer.committed()
         return info
 
     def abort(self) -> None:
-        self._index.end_push(self.id, self._namespace)
+        self._reserve.spent_on(lambda: self._index.end_push(self.id, self._namespace))
 
     def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> NoReturn:
         """Record a divergence and refuse the push."""

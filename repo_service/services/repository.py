@@ -141,11 +141,13 @@ class LocalRepository(Repository):
         # New bytes don't take the room that deletions need.
         self._reserve.keep()
         self._check_owner()
-        return begin_push(self._store, self._index, fingerprint, namespace, self.observer, self._check_owner)
+        push_id = begin_push(self._store, self._index, fingerprint, namespace)
+        self.observer.begun()
+        return self.resume_push(push_id, namespace)
 
     def resume_push(self, push_id: str, namespace: str) -> LocalPush:
         """Take up a push that another process or request began in the namespace."""
-        return LocalPush(self._store, self._index, push_id, namespace, self.observer, self._check_owner)
+        return LocalPush(self._store, self._index, push_id, namespace, self.observer, self._reserve, self._check_owner)
 
     def _check_owner(self) -> None:
         """Raise `Conflict` if the store has become another index's since it was opened."""
@@ -263,7 +265,7 @@ class LocalRepository(Repository):
         try:
             artifact = self._index.artifact(check_namespace(namespace), artifact_id)
         except ArtifactNotFound:
-            if not drop_unread(self._store, self._index, artifact_id, namespace):
+            if not self._reserve.spent_on(lambda: drop_unread(self._store, self._index, artifact_id, namespace)):
                 raise
             return DeleteReport(artifact_id=artifact_id, tags=[], chunks=0, bytes=0)
         tags = self._reserve.spent_on(lambda: withdraw(self._store, self._index, artifact))
@@ -353,7 +355,7 @@ class LocalRepository(Repository):
         return create_token(self._index, scope, namespaces, lifetime_s=lifetime_s, note=note)
 
     def revoke_access_token(self, token_id: str) -> AccessToken:
-        return self._index.revoke_token(check_token_id(token_id), datetime.now(UTC))
+        return self._reserve.spent_on(lambda: self._index.revoke_token(check_token_id(token_id), datetime.now(UTC)))
 
     def close(self) -> None:
         self._index.close()
