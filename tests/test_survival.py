@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
+from places import INSIDE, Place
 from pushing import Artifact, expire_pushes, push
 from synthetic import artifact, fingerprint
 
@@ -23,16 +23,18 @@ from repo_service.services.documents import divergence_place, manifest_key, poli
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.storage import LocalStore
 
+pytestmark = pytest.mark.everywhere
+
 SHARED = random.Random(1).choices(range(1000), k=32)
 X, Y = (artifact([*SHARED, *range(n, n + 20)], fingerprint()) for n in (0, 500))
 
 
 @pytest.fixture
-def url(root: Path) -> str:
+def url(root: Place) -> str:
     return root.as_uri()
 
 
-def lose_index(root: Path) -> None:
+def lose_index(root: Place) -> None:
     for path in root.glob("index.sqlite*"):
         path.unlink()
 
@@ -42,7 +44,7 @@ def whole(repository: LocalRepository, made: Artifact) -> bool:
 
 
 @contextmanager
-def unreadable(root: Path, made: Artifact) -> Iterator[None]:
+def unreadable(root: Place, made: Artifact) -> Iterator[None]:
     """The artifact's manifest can't be read for a while."""
     path = root / manifest_key(made[0].id)
     path.rename(root.parent / "aside")
@@ -52,9 +54,10 @@ def unreadable(root: Path, made: Artifact) -> Iterator[None]:
         (root.parent / "aside").rename(path)
 
 
+@pytest.mark.everywhere(but={"postgres": INSIDE, "s3": INSIDE})
 @pytest.mark.parametrize("how", ["killed", "failed"])
 def test_the_rebuild_of_a_lost_index_that_did_not_finish_is_done_again(
-    root: Path, url: str, how: str, monkeypatch: pytest.MonkeyPatch
+    root: Place, url: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next opening served an empty index, and deletions took the chunks of what it did not know."""
     with open_local(url) as repository:
@@ -81,7 +84,8 @@ def test_the_rebuild_of_a_lost_index_that_did_not_finish_is_done_again(
         assert whole(repository, X)
 
 
-def test_whoever_opens_while_a_lost_index_is_rebuilt_waits_for_it(root: Path, url: str) -> None:
+@pytest.mark.everywhere(but={"postgres": INSIDE, "s3": INSIDE})
+def test_whoever_opens_while_a_lost_index_is_rebuilt_waits_for_it(root: Place, url: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
     lose_index(root)
@@ -99,7 +103,7 @@ def test_whoever_opens_while_a_lost_index_is_rebuilt_waits_for_it(root: Path, ur
     assert seen == [True] * 4
 
 
-def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: str) -> None:
+def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Place, url: str) -> None:
     """A reindex left it out, and a deletion took what it shares with another."""
     with open_local(url) as repository:
         push(repository, X)
@@ -122,7 +126,7 @@ def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: s
 
 
 def test_a_note_whose_entry_cannot_be_read_keeps_what_the_entry_needs(
-    root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    root: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process died between entry and index; then the manifest could not be read for a while."""
     open_local(url).close()
@@ -150,7 +154,7 @@ def test_a_note_whose_entry_cannot_be_read_keeps_what_the_entry_needs(
         assert repository.collect_garbage(grace_s=0).unreadable == []
 
 
-def test_an_artifact_that_cannot_be_read_can_be_removed(root: Path, url: str) -> None:
+def test_an_artifact_that_cannot_be_read_can_be_removed(root: Place, url: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
         (root / manifest_key(X[0].id)).unlink()
@@ -163,8 +167,9 @@ def test_an_artifact_that_cannot_be_read_can_be_removed(root: Path, url: str) ->
         assert not [path for path in (root / "chunks").rglob("*") if path.is_file()]
 
 
+@pytest.mark.everywhere(but={"s3": "what a bucket does not let go is in test_s3_faults"})
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(
-    root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    root: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file that could not be unlinked stopped all reclaiming."""
     with open_local(url) as repository:
@@ -187,9 +192,10 @@ def test_what_cannot_be_removed_is_named_and_the_rest_goes(
         assert (report.chunks, report.stuck) == (1, [])
 
 
+@pytest.mark.everywhere(but={"s3": "a bucket holds nothing but objects"})
 @pytest.mark.parametrize("what", ["loop", "pipe", "directory"])
 @pytest.mark.parametrize("kind", ["chunks", "blocks", "artifacts", "entries"])
-def test_something_else_in_a_files_place_is_damage(root: Path, url: str, kind: str, what: str) -> None:
+def test_something_else_in_a_files_place_is_damage(root: Place, url: str, kind: str, what: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
         push(repository, Y)
@@ -212,7 +218,7 @@ def test_something_else_in_a_files_place_is_damage(root: Path, url: str, kind: s
         repository.reindex()
 
 
-def test_a_scrub_reads_policies_and_every_divergence(root: Path, url: str) -> None:
+def test_a_scrub_reads_policies_and_every_divergence(root: Place, url: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
         now = datetime.now(UTC)
@@ -233,7 +239,7 @@ def test_a_scrub_reads_policies_and_every_divergence(root: Path, url: str) -> No
         assert {item.kind for item in repository.scrub().damage} == {"divergence", "policy"}
 
 
-def test_a_scrub_takes_back_damage_that_is_none(root: Path, url: str) -> None:
+def test_a_scrub_takes_back_damage_that_is_none(root: Place, url: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
         path = next(path for path in (root / "chunks").rglob("*") if path.is_file())
@@ -275,7 +281,8 @@ def test_a_child_writes_although_its_parent_wrote_when_it_was_born(url: str) -> 
             writer.join()
 
 
-def test_a_job_runs_where_its_lock_file_cannot_be_made(root: Path, url: str) -> None:
+@pytest.mark.everywhere(but={"postgres": "its locks are no files", "s3": INSIDE})
+def test_a_job_runs_where_its_lock_file_cannot_be_made(root: Place, url: str) -> None:
     with open_local(url) as repository:
         (root / "index.sqlite-gc").mkdir()
         with repository.alone("gc") as ours:

@@ -19,7 +19,7 @@ from repo_service.domain.manifest import Manifest
 from repo_service.domain.repository import Repository
 from repo_service.services.read import held_chunks
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 FLIPS, TRUNCATIONS = 1000, 100
 KINDS = ("chunks", "blocks", "artifacts")
@@ -99,7 +99,7 @@ def test_every_bit_flip_and_truncation_is_found_through_the_service(root: Place,
         check_damage(repository, root, stored, 200, 40)
 
 
-@pytest.mark.on_s3(always=True)
+@pytest.mark.everywhere(always=True)
 def test_the_error_names_the_chunk_and_checking_reports_it(root: Place, stored: Manifest) -> None:
     with open_repository(root.as_uri()) as repository:
         digest = repository.records(stored, "default")[3].chunks["full/v"][0]
