@@ -135,7 +135,9 @@ Place = Path | BucketPath
 def place_of(kind: str, directory: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
     """A place for a new repository; the environment names its index, unless that lies in the place itself."""
     store, index = kind.split("-")
-    with ExitStack() as stack:
+    with ExitStack() as stack, mock.patch.dict(os.environ):
+        # A place that tests of a module share may have left its own there.
+        os.environ.pop("KVGRAFT_INDEX", None)
         url = stack.enter_context(postgres.index()) if index == "postgres" else None
         if store == "disk":
             place: Place = directory / "repository"
@@ -144,9 +146,9 @@ def place_of(kind: str, directory: Path, request: pytest.FixtureRequest) -> Iter
                 open_local(place.as_uri(), index_url=url).close()
         else:
             server = request.getfixturevalue("_s3")
-            stack.enter_context(mock.patch.dict(os.environ, server.environment))
+            os.environ.update(server.environment)
             place = BucketPath(server.client(), server.bucket, PurePosixPath(server.prefix()))
             url = url or empty_index(directory / "index-of-a-bucket")
         if url is not None:
-            stack.enter_context(mock.patch.dict(os.environ, {"KVGRAFT_INDEX": url}))
+            os.environ["KVGRAFT_INDEX"] = url
         yield place

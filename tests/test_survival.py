@@ -21,7 +21,7 @@ from repo_service.domain.views import Divergence
 from repo_service.services import repository as services
 from repo_service.services.documents import divergence_place, manifest_key, policy_key
 from repo_service.services.repository import LocalRepository, open_local
-from repo_service.storage import LocalStore
+from repo_service.storage import Store
 
 pytestmark = pytest.mark.everywhere
 
@@ -132,16 +132,18 @@ def test_a_note_whose_entry_cannot_be_read_keeps_what_the_entry_needs(
     open_local(url).close()
     child = os.fork()
     if child == 0:
-        put = LocalStore.put
-
-        def last(self: LocalStore, key: str, data: bytes) -> None:
-            put(self, key, data)
-            if key.startswith("entries/"):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(LocalStore, "put", last)
         try:
-            push(open_local(url), X)
+            repository = open_local(url)
+            store = type(repository._store)
+            put = store.put
+
+            def last(self: Store, key: str, data: bytes) -> None:
+                put(self, key, data)
+                if key.startswith("entries/"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            monkeypatch.setattr(store, "put", last)
+            push(repository, X)
         finally:
             os._exit(1)
     os.waitpid(child, 0)
