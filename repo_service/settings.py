@@ -23,7 +23,7 @@ class Settings(BaseSettings):
     index: str = Field(
         "",
         description="URL of the index, sqlite:///absolute/path or postgresql://user:password@host/database; an S3 "
-        "repository needs one, a directory has its own.",
+        "repository needs one, a directory has its own unless it is given one.",
     )
     auth: Literal["none", "tokens"] = Field(
         "none", description="Whom to serve: none asks nobody and is for loopback, tokens asks for a token."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
-from places import FULL, Place, in_a_bucket
+from places import KINDS, Place, kinds, place_of
 from servers import S3Server, s3_server
 from serving import reached
 
@@ -56,37 +56,26 @@ def s3(_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Let tests that are marked for it run on S3 too; see `places`."""
-    marks = list(metafunc.definition.iter_markers("on_s3"))
-    said = {name for mark in marks for name, value in mark.kwargs.items() if value}
-    if not marks or "never" in said or not (FULL or "always" in said):
-        return
+    """Let tests that are marked for it run everywhere; see `places`."""
+    marks = list(metafunc.definition.iter_markers("everywhere"))
     for name in ("module_root", "root"):
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, ["disk", "s3"], indirect=True)
+        if marks and name in metafunc.fixturenames:
+            said = ChainMap(*(mark.kwargs for mark in marks))
+            metafunc.parametrize(name, kinds(**said), indirect=True)
             return
-
-
-@contextmanager
-def _place(request: pytest.FixtureRequest, directory: Path) -> Iterator[Place]:
-    if getattr(request, "param", "disk") == "disk":
-        yield directory / "repository"
-    else:
-        with in_a_bucket(request.getfixturevalue("_s3"), directory) as place:
-            yield place
 
 
 @pytest.fixture
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Where `repository` lies."""
-    with _place(request, tmp_path) as place:
+    with place_of(getattr(request, "param", KINDS[0]), tmp_path, request) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
 def module_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """Where a repository of all tests of a module lies."""
-    with _place(request, tmp_path_factory.mktemp("module")) as place:
+    with place_of(getattr(request, "param", KINDS[0]), tmp_path_factory.mktemp("module"), request) as place:
         yield place
 
 
@@ -105,7 +94,7 @@ def source(tmp_path: Path) -> Iterator[Repository]:
 
 
 @pytest.fixture
-def destination(tmp_path: Path) -> Iterator[Repository]:
+def destination(root: Place) -> Iterator[Repository]:
     """A new repository to copy to."""
-    with open_repository((tmp_path / "destination").as_uri()) as repository:
+    with open_repository(root.as_uri()) as repository:
         yield repository

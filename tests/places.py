@@ -1,22 +1,43 @@
-"""Where tests keep repositories: in a directory, or, seen through the same methods, in a bucket.
+"""Where tests keep repositories: a store on a disk or in S3, and an index in SQLite or PostgreSQL.
 
-A test marked ``on_s3`` that asks for `root` (or `module_root`) also runs on S3: always with
-``on_s3(always=True)``, and else where ``KVGRAFT_TEST_MATRIX=full`` is set, but for ``on_s3(never=True)``.
+A test marked ``everywhere`` that asks for `root` (or `module_root`) runs on each of `KINDS` where
+``KVGRAFT_TEST_MATRIX=full`` is set, and else on the first, with ``everywhere(always=True)`` on the last too. Parts that
+it makes no sense on are named with the reason, and it is skipped there: ``everywhere(but={"s3": "objects have no links"})``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 from unittest import mock
 
+import postgres
+import pytest
 from botocore.exceptions import ClientError
-from servers import S3Server
+from index_support import empty_index
+
+from repo_service.services.repository import open_local
+
+KINDS = ("disk-sqlite", "disk-postgres", "s3-sqlite", "s3-postgres")
+"""Stores and indexes that a repository may consist of."""
+
+INSIDE = "only an index that lies in the directory is made again by opening it"
+"""Why a test is for the first kind alone."""
 
 FULL = os.environ.get("KVGRAFT_TEST_MATRIX") == "full"
+
+WAYS = ("embedded", "service") if FULL else ("embedded",)
+"""Ways to a repository, for tests of whatever uses one; tests of the repository itself take both."""
+
+
+def kinds(*, always: bool = False, but: Mapping[str, str] | None = None) -> list[Any]:
+    """The kinds of place that a test marked ``everywhere`` runs on, as parameters."""
+    chosen = KINDS if FULL else (KINDS[0], KINDS[-1]) if always else KINDS[:1]
+    why = {kind: [reason for part, reason in (but or {}).items() if part in kind.split("-")] for kind in chosen}
+    return [pytest.param(kind, marks=[pytest.mark.skip(reason=one) for one in why[kind][:1]]) for kind in chosen]
 
 
 class BucketPath:
@@ -111,8 +132,23 @@ Place = Path | BucketPath
 
 
 @contextmanager
-def in_a_bucket(server: S3Server, directory: Path) -> Iterator[BucketPath]:
-    """A place for a repository in a bucket; its index, in ``directory``, and credentials are in the environment."""
-    index = {"KVGRAFT_INDEX": f"sqlite:///{directory}/index-of-a-bucket.sqlite"}
-    with mock.patch.dict(os.environ, server.environment | index):
-        yield BucketPath(server.client(), server.bucket, PurePosixPath(server.prefix()))
+def place_of(kind: str, directory: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A place for a new repository; the environment names its index, unless that lies in the place itself."""
+    store, index = kind.split("-")
+    with ExitStack() as stack, mock.patch.dict(os.environ):
+        # A place that tests of a module share may have left its own there.
+        os.environ.pop("KVGRAFT_INDEX", None)
+        url = stack.enter_context(postgres.index()) if index == "postgres" else None
+        if store == "disk":
+            place: Place = directory / "repository"
+            if url is not None:
+                # From then on the directory looks for its index elsewhere.
+                open_local(place.as_uri(), index_url=url).close()
+        else:
+            server = request.getfixturevalue("_s3")
+            os.environ.update(server.environment)
+            place = BucketPath(server.client(), server.bucket, PurePosixPath(server.prefix()))
+            url = url or empty_index(directory / "index-of-a-bucket")
+        if url is not None:
+            os.environ["KVGRAFT_INDEX"] = url
+        yield place

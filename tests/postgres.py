@@ -11,6 +11,8 @@ import socket
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,17 @@ def empty_database(template: str | None = None) -> str:
 def empty_index() -> str:
     """URL of an empty index, copied from one made before: migrating takes a while."""
     return empty_database(_migrated())
+
+
+@contextmanager
+def index() -> Iterator[str]:
+    """URL of an empty index, which goes with the context, whoever still uses it."""
+    url = empty_index()
+    try:
+        yield url
+    finally:
+        with psycopg.connect(server(), autocommit=True) as connection:
+            connection.execute(f"DROP DATABASE {make_url(url).database} WITH (FORCE)")  # type: ignore[arg-type]
 
 
 @functools.cache

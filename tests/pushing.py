@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 from places import Place
+from sqlalchemy import Connection
 
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
@@ -32,6 +34,13 @@ def offer(running: Push, manifest: Manifest, records: Sequence[BlockRecord]) -> 
     if manifest.tokens is not None:
         missing = missing + running.offer_tokens(manifest.token_count, manifest.tokens)
     return missing
+
+
+@contextmanager
+def writing_to_index(root: Place) -> Iterator[Connection]:
+    """A transaction that writes to the index of a repository, as one of another process."""
+    with open_local(root.as_uri()) as local, local._index._database.write() as connection:
+        yield connection
 
 
 def expire_pushes(root: Place) -> None:

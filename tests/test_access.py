@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -15,8 +13,10 @@ from typing import Any
 import pytest
 import urllib3
 from fastapi import APIRouter
-from pushing import push
+from places import Place
+from pushing import push, writing_to_index
 from serving import served
+from sqlalchemy import select, update
 from synthetic import artifact
 from test_api import NO_DIGEST, Service, error_of, serving
 
@@ -37,9 +37,12 @@ from repo_service.domain.errors import (
     TokenNotFound,
     Unauthenticated,
 )
+from repo_service.index.models import TokenRow
 from repo_service.services.access import REMEMBERED_S
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
+
+pytestmark = pytest.mark.everywhere
 
 PAGE = Path(__file__).parent.parent / "docs" / "access.md"
 
@@ -110,9 +113,8 @@ class Callers:
 
 
 @pytest.fixture(scope="module")
-def callers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callers]:
-    root = tmp_path_factory.mktemp("service") / "repository"
-    with serving(root, auth="tokens") as service:
+def callers(module_root: Place) -> Iterator[Callers]:
+    with serving(module_root, auth="tokens") as service:
         repository = service.repository
 
         def bearer(scope: Scope, *namespaces: str, **options: Any) -> str:
@@ -135,8 +137,9 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callers]:
         wrong = str(headers[READ])
         headers["wrong secret"] = wrong[:-1] + ("0" if wrong[-1] != "0" else "1")
         repository.revoke_access_token(str(headers["revoked"])[11:23])
-        with closing(sqlite3.connect(root / "index.sqlite")) as connection, connection:
-            connection.execute("UPDATE tokens SET expires_at = 1 WHERE name = ?", (str(headers["expired"])[11:23],))
+        with writing_to_index(module_root) as connection:
+            expired = update(TokenRow).where(TokenRow.name == str(headers["expired"])[11:23])
+            connection.execute(expired.values(expires_at=1))
         yield Callers(service, headers)
 
 
@@ -255,7 +258,7 @@ def test_a_route_without_a_declaration_can_not_be_made() -> None:
         router.get("/forgotten")(forgotten)
 
 
-def test_a_route_without_a_guard_fails_the_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_route_without_a_guard_fails_the_application(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     stray = APIRouter()
 
     @stray.get("/stray")
@@ -265,15 +268,15 @@ def test_a_route_without_a_guard_fails_the_application(tmp_path: Path, monkeypat
     with pytest.raises(TypeError, match="/stray"):
         list(guarded_routes(stray.routes))
     monkeypatch.setattr("repo_service.api.token_routes.router", stray)
-    with open_local(f"file://{tmp_path / 'repository'}") as repository, pytest.raises(TypeError, match="/stray"):
+    with open_local(root.as_uri()) as repository, pytest.raises(TypeError, match="/stray"):
         create_app(repository, Settings())
 
 
 # Tokens
 
 
-def test_a_token_is_shown_once_and_kept_as_a_digest(tmp_path: Path) -> None:
-    with open_local(f"file://{tmp_path}/repository") as repository:
+def test_a_token_is_shown_once_and_kept_as_a_digest(root: Place) -> None:
+    with open_local(root.as_uri()) as repository:
         made = repository.create_access_token(Scope.WRITE, ["team-b", "team-a"], note="for CI")
         (listed,) = repository.access_tokens()
     parsed = parse_token(made.token)
@@ -288,12 +291,16 @@ def test_a_token_is_shown_once_and_kept_as_a_digest(tmp_path: Path) -> None:
     )
     assert listed.expires_at == listed.created_at + timedelta(days=90)
     assert secret not in repr(made)
-    for path in (tmp_path / "repository").rglob("*"):
-        assert path.is_dir() or secret.encode() not in path.read_bytes()
+    for path in root.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes()
+    with writing_to_index(root) as connection:
+        (row,) = connection.execute(select(TokenRow.__table__)).all()
+        assert secret not in str(row)
+        assert secret.encode() not in row
 
 
-def test_a_reindex_leaves_tokens_alone(tmp_path: Path) -> None:
-    with open_local(f"file://{tmp_path}/repository") as repository:
+def test_a_reindex_leaves_tokens_alone(root: Place) -> None:
+    with open_local(root.as_uri()) as repository:
         push(repository, MADE)
         made = repository.create_access_token(Scope.READ, ["*"], lifetime_s=None)
         repository.reindex()
@@ -301,8 +308,8 @@ def test_a_reindex_leaves_tokens_alone(tmp_path: Path) -> None:
         assert repository.recognition.recognise(made.token).token_id == made.info.id
 
 
-def test_a_token_is_revoked_once_for_good(tmp_path: Path) -> None:
-    with open_local(f"file://{tmp_path}/repository") as repository:
+def test_a_token_is_revoked_once_for_good(root: Place) -> None:
+    with open_local(root.as_uri()) as repository:
         made = repository.create_access_token(Scope.READ, ["*"])
         revoked = repository.revoke_access_token(made.info.id)
         assert revoked.revoked_at is not None
@@ -326,18 +333,18 @@ def test_a_token_is_revoked_once_for_good(tmp_path: Path) -> None:
     ],
 )
 def test_what_no_token_can_be_made_for_is_refused(
-    tmp_path: Path, namespaces: list[str], lifetime_s: int, note: str
+    root: Place, namespaces: list[str], lifetime_s: int, note: str
 ) -> None:
-    with open_local(f"file://{tmp_path}/repository") as repository:
+    with open_local(root.as_uri()) as repository:
         with pytest.raises(InvalidInput):
             repository.create_access_token(Scope.READ, namespaces, lifetime_s=lifetime_s, note=note)
         assert repository.access_tokens() == []
 
 
-def test_a_revocation_holds_when_what_is_remembered_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revocation_holds_when_what_is_remembered_is_old(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(repo_service.services.access.time, "monotonic", lambda: now)
-    with open_local(f"file://{tmp_path}/repository") as repository:
+    with open_local(root.as_uri()) as repository:
         made = repository.create_access_token(Scope.READ, ["*"])
         recognition = repository.recognition
         assert recognition.remembered(made.token) is None
@@ -353,8 +360,8 @@ def test_a_revocation_holds_when_what_is_remembered_is_old(tmp_path: Path, monke
             recognition.remembered(made.token)
 
 
-def test_a_remembered_token_expires_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_local(f"file://{tmp_path}/repository") as repository:
+def test_a_remembered_token_expires_in_time(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_local(root.as_uri()) as repository:
         made = repository.create_access_token(Scope.READ, ["*"], lifetime_s=60)
         repository.recognition.recognise(made.token)
 
@@ -368,9 +375,9 @@ def test_a_remembered_token_expires_in_time(tmp_path: Path, monkeypatch: pytest.
             repository.recognition.remembered(made.token)
 
 
-def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_is_bounded(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repo_service.services.access, "_REMEMBERED", 3)
-    with open_local(f"file://{tmp_path}/repository") as repository:
+    with open_local(root.as_uri()) as repository:
         made = [repository.create_access_token(Scope.READ, ["*"]).token for _ in range(5)]
         for token in made:
             repository.recognition.recognise(token)
@@ -396,8 +403,8 @@ def test_tokens_are_made_listed_and_revoked_through_a_service(callers: Callers) 
         anonymous.info()
 
 
-def test_a_service_that_asks_for_no_tokens_makes_none(tmp_path: Path) -> None:
-    with serving(tmp_path / "repository") as service, open_repository(service.url) as repository:
+def test_a_service_that_asks_for_no_tokens_makes_none(root: Place) -> None:
+    with serving(root) as service, open_repository(service.url) as repository:
         for ask in (
             repository.access_tokens,
             lambda: repository.create_access_token(Scope.ADMIN, ["*"]),
@@ -416,9 +423,9 @@ def test_i7_only_the_namespaces_of_a_token_are_listed(callers: Callers) -> None:
         assert set(repository.namespaces()) >= {"team-a", "team-b"}
 
 
-def test_i7_what_another_namespace_holds_has_to_be_sent_all_the_same(tmp_path: Path) -> None:
+def test_i7_what_another_namespace_holds_has_to_be_sent_all_the_same(root: Place) -> None:
     made = artifact(range(40))
-    with serving(tmp_path / "repository", auth="tokens") as service:
+    with serving(root, auth="tokens") as service:
 
         def of(namespace: str) -> Any:
             token = service.repository.create_access_token(Scope.ADMIN, [namespace]).token
@@ -488,17 +495,16 @@ def test_a_token_is_in_no_message_and_no_log(callers: Callers, caplog: pytest.Lo
 
 
 def test_tokens_are_made_by_the_command_while_the_service_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = tmp_path / "repository"
     monkeypatch.setenv("KVGRAFT_AUTH", "tokens")
 
     def run(*args: str, code: int = 0) -> Any:
         assert main(["token", *args, "--json"]) == code
         return json.loads(capsys.readouterr().out or "null")
 
-    with served(root) as url:
-        made = run("create", "--scope", "admin", "--namespace", "*", "--expires", "never", "--repo", f"file://{root}")
+    with served(root.as_uri()) as url:
+        made = run("create", "--scope", "admin", "--namespace", "*", "--expires", "never", "--repo", root.as_uri())
         assert made["info"]["expires_at"] is None
         through = ("--repo", url, "--token", made["token"])
         other = run("create", "--scope", "read", "--namespace", "a", "--namespace", "b", "--expires", "2w", *through)
@@ -514,17 +520,17 @@ def test_tokens_are_made_by_the_command_while_the_service_runs(
         assert made["token"] not in listed
 
 
-def test_a_service_that_asks_for_tokens_may_listen_anywhere_and_can_have_some(tmp_path: Path) -> None:
+def test_a_service_that_asks_for_tokens_may_listen_anywhere_and_can_have_some(root: Place) -> None:
     with pytest.raises(InvalidInput, match="memory"):
         serve(Settings(repo="memory:", auth="tokens", port=0))
-    with serving(tmp_path / "repository", auth="tokens", host="0.0.0.0") as service:
+    with serving(root, auth="tokens", host="0.0.0.0") as service:
         url = service.url.replace("0.0.0.0", "127.0.0.1")
         assert urllib3.request("GET", f"{url}/healthz").status == 200
         assert urllib3.request("GET", f"{url}/v1/info").status == 401
 
 
-def test_revoking_the_last_token_opens_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path / "repository", auth="tokens") as service:
+def test_revoking_the_last_token_opens_nothing(root: Place) -> None:
+    with serving(root, auth="tokens") as service:
         made = service.repository.create_access_token(Scope.ADMIN, ["*"])
         service.repository.revoke_access_token(made.info.id)
         assert service.request("GET", "/v1/info").status == 401

@@ -27,7 +27,7 @@ from repo_service.domain.record import BlockRecord
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "http-api.md"
 
@@ -110,6 +110,7 @@ def push_over_http(service: Service, made: Made, prefix: str = "/v1") -> dict[st
     return dict(json.loads(answer.data))
 
 
+@pytest.mark.everywhere(always=True)
 @pytest.mark.parametrize(("prefix", "namespace"), [("/v1", "default"), ("/v1/namespaces/team-a", "team-a")])
 def test_an_artifact_is_pushed_looked_up_read_and_deleted(service: Service, prefix: str, namespace: str) -> None:
     made = artifact(TOKENS, annotations={"author": "someone"}, text="a text to be found")
@@ -155,13 +156,15 @@ def test_the_service_says_what_it_is_and_that_it_can_work(service: Service) -> N
     assert service.json("POST", "/v1/reindex")["corrupt"] == []
 
 
-def test_readiness_needs_the_store(tmp_path: Path) -> None:
-    with serving(tmp_path / "repository") as service:
-        (tmp_path / "repository").rename(tmp_path / "gone")
+@pytest.mark.everywhere(but={"s3": "a bucket is not moved away; test_s3_faults has one that does not answer"})
+def test_readiness_needs_the_store(root: Place) -> None:
+    gone = root.with_name("gone")
+    with serving(root) as service:
+        root.rename(gone)
         assert service.request("GET", "/healthz").status == 200
         status, _ = service.error("GET", "/readyz")
         assert status >= 500
-        (tmp_path / "gone").rename(tmp_path / "repository")
+        gone.rename(root)
 
 
 def test_equal_keys_with_other_bytes_are_a_conflict(service: Service) -> None:
@@ -267,13 +270,13 @@ def test_refusals_of_http_itself_have_the_one_error_shape(
 
 
 def test_an_unexpected_exception_is_logged_and_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: LocalRepository) -> None:
         raise ZeroDivisionError("a secret")
 
     monkeypatch.setattr(LocalRepository, "info", fail)
-    with serving(tmp_path / "repository") as service:
+    with serving(root) as service:
         answer = service.request("GET", "/v1/info")
     assert error_of(answer) == (500, "internal_error")
     assert b"secret" not in answer.data

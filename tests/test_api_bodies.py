@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -20,7 +19,7 @@ from test_api import Made, Service, push_over_http, serving
 from repo_service.api.bodies import MAX_JSON_BYTES
 from repo_service.domain.layout import MAX_CHUNK_BYTES
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 JSON = {"Content_Type": "application/json"}
 
@@ -192,27 +191,27 @@ def test_octets_that_are_not_http_get_the_one_error_shape(service: Service) -> N
     assert raw(service, b"EHLO example\r\n\r\n") == (400, "malformed_request")
 
 
-def test_a_stalled_body_is_cut(tmp_path: Path) -> None:
+def test_a_stalled_body_is_cut(root: Place) -> None:
     json_head = ("Content-Type: application/json", "Content-Length: 100")
     chunk = f"/v1/pushes/{'0' * 32}/chunks/blake3:{'0' * 64}"
-    with serving(tmp_path / "repository", stall_seconds=0.3) as service:
+    with serving(root, stall_seconds=0.3) as service:
         began = time.monotonic()
         assert raw(service, head(service, "POST", "/v1/match", *json_head) + b'{"keys') == (408, "request_timeout")
         assert raw(service, head(service, "PUT", chunk, "Content-Length: 100") + b"abc") == (408, "request_timeout")
         assert time.monotonic() - began < 5
 
 
-def test_a_body_that_trickles_in_has_a_deadline(tmp_path: Path) -> None:
+def test_a_body_that_trickles_in_has_a_deadline(root: Place) -> None:
     json_head = ("Content-Type: application/json", "Content-Length: 100")
-    with serving(tmp_path / "repository", body_seconds=0.5) as service, connect(service) as connection:
+    with serving(root, body_seconds=0.5) as service, connect(service) as connection:
         connection.sendall(head(service, "POST", "/v1/match", *json_head))
         while not select.select([connection], [], [], 0.1)[0]:
             connection.sendall(b" ")
         assert received(connection) == (408, "request_timeout")
 
 
-def test_a_silent_or_half_asked_connection_is_cut(tmp_path: Path) -> None:
-    with serving(tmp_path / "repository", idle_seconds=0.3) as service:
+def test_a_silent_or_half_asked_connection_is_cut(root: Place) -> None:
+    with serving(root, idle_seconds=0.3) as service:
         for request in b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n", head(service, "GET", "/healthz"):
             began = time.monotonic()
             with connect(service) as connection, suppress(ConnectionResetError):
@@ -222,9 +221,9 @@ def test_a_silent_or_half_asked_connection_is_cut(tmp_path: Path) -> None:
             assert 0.2 < time.monotonic() - began < 5
 
 
-def test_a_reader_that_stalls_is_cut(tmp_path: Path) -> None:
+def test_a_reader_that_stalls_is_cut(root: Place) -> None:
     made = artifact(list(range(256 * 64)), fingerprint(block_tokens=256 * 64))
-    with serving(tmp_path / "repository", stall_seconds=0.3) as service:
+    with serving(root, stall_seconds=0.3) as service:
         push_over_http(service, made)
         digest = made[1][0].chunks["full/k"][0]
         asked = head(service, "GET", f"/v1/artifacts/{made[0].id}/chunks/{digest}")
@@ -239,8 +238,8 @@ def test_a_reader_that_stalls_is_cut(tmp_path: Path) -> None:
         assert 0 < got < 200 * len(made[2][digest])
 
 
-def test_more_connections_than_allowed_are_answered_503(tmp_path: Path) -> None:
-    with serving(tmp_path / "repository", connections=2) as service, connect(service), connect(service):
+def test_more_connections_than_allowed_are_answered_503(root: Place) -> None:
+    with serving(root, connections=2) as service, connect(service), connect(service):
         time.sleep(0.2)
         assert raw(service, b"") == (503, "unavailable")
 

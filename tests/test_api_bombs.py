@@ -7,9 +7,9 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
+from places import Place
 from test_api import Service, serving
 from test_api_bodies import JSON, connect, head, raw, received
 
@@ -17,10 +17,12 @@ from repo_service.api.bodies import MAX_JSON_VALUES, check_density
 from repo_service.api.connection import MAX_HEADER_BYTES
 from repo_service.domain.errors import TooLarge
 
+pytestmark = pytest.mark.everywhere
+
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(tmp_path_factory.mktemp("service") / "repository") as running:
+def service(module_root: Place) -> Iterator[Service]:
+    with serving(module_root) as running:
         yield running
 
 
@@ -82,8 +84,8 @@ def test_trailers_are_not_headers(service: Service) -> None:
 
 
 @pytest.mark.parametrize("body", [False, True])
-def test_what_trickles_in_gets_no_more_time_than_what_stalls(tmp_path: Path, body: bool) -> None:
-    with serving(tmp_path / "repository", stall_seconds=0.5) as service, connect(service) as connection:
+def test_what_trickles_in_gets_no_more_time_than_what_stalls(root: Place, body: bool) -> None:
+    with serving(root, stall_seconds=0.5) as service, connect(service) as connection:
         json_head = head(service, "POST", "/v1/match", "Content-Type: application/json", "Content-Length: 1000")
         connection.sendall(json_head if body else json_head[:-2] + b"X: ")
         began = time.monotonic()
@@ -97,9 +99,9 @@ def test_what_trickles_in_gets_no_more_time_than_what_stalls(tmp_path: Path, bod
                 assert connection.recv(100) == b""
 
 
-def test_a_slow_body_may_take_longer_than_a_stall(tmp_path: Path) -> None:
+def test_a_slow_body_may_take_longer_than_a_stall(root: Place) -> None:
     body = b'{"keys": []}' + b" " * 100_000
-    with serving(tmp_path / "repository", stall_seconds=0.5) as service, connect(service) as connection:
+    with serving(root, stall_seconds=0.5) as service, connect(service) as connection:
         length = f"Content-Length: {len(body)}"
         connection.sendall(head(service, "POST", "/v1/match", "Content-Type: application/json", length))
         for start in range(0, len(body), 12_000):

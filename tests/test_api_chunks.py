@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from places import Place
 from synthetic import artifact
 from test_api import Made, Service, push_over_http, serving
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 MADE = artifact(list(range(40)))
 
@@ -123,11 +122,11 @@ def test_keys_outside_the_hierarchy_are_not_found(service: Service, key: str) ->
 
 
 @pytest.mark.parametrize("damage", ["lost", "altered", "short", "long"])
-def test_i3_no_byte_of_a_damaged_chunk_goes_out(tmp_path: Path, damage: str) -> None:
-    with serving(tmp_path / "repository") as service:
+def test_i3_no_byte_of_a_damaged_chunk_goes_out(root: Place, damage: str) -> None:
+    with serving(root) as service:
         push_over_http(service, MADE)
         name = DIGEST.removeprefix("blake3:")
-        stored = tmp_path / "repository" / "chunks" / name[:2] / name[2:]
+        stored = root / "chunks" / name[:2] / name[2:]
         match damage:
             case "lost":
                 stored.unlink()

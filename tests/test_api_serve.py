@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import urllib3
+from places import Place
 from serving import served
 from synthetic import artifact, fingerprint
 from test_api import Made, Service, error_of, serving
@@ -31,6 +32,8 @@ from repo_service.domain.errors import InvalidInput, KvgraftError, MalformedUrl,
 from repo_service.domain.layout import MAX_CHUNK_BYTES
 from repo_service.settings import Settings, load_settings
 
+pytestmark = pytest.mark.everywhere
+
 PROJECT = Path(__file__).parent.parent
 
 PROGRAM = """
@@ -41,10 +44,10 @@ serve(load_settings(), lambda url, guard: print(f"serving at {url} ({guard})", f
 
 
 @contextmanager
-def process(root: Path, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def process(root: Place, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A served repository: the process, its URL, and the line that it announced itself with."""
     names = {f"KVGRAFT_{name.upper()}": value for name, value in environment.items()}
-    settings = {"KVGRAFT_REPO": f"file://{root}", "KVGRAFT_PORT": "0", "PYTHONPATH": str(PROJECT), **names}
+    settings = {"KVGRAFT_REPO": root.as_uri(), "KVGRAFT_PORT": "0", "PYTHONPATH": str(PROJECT), **names}
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True
     ) as running:
@@ -82,9 +85,9 @@ def start(url: str, request: bytes) -> socket.socket:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads memory from /proc")
-def test_starlette_1012_16_parallel_transfers_take_bounded_memory(tmp_path: Path) -> None:
+def test_starlette_1012_16_parallel_transfers_take_bounded_memory(root: Place) -> None:
     manifest, records, chunks = big_artifact()
-    with process(tmp_path / "repository") as (running, url, _), open_repository(url) as repository:
+    with process(root) as (running, url, _), open_repository(url) as repository:
         push = repository.begin_push(manifest.fingerprint, "default")
         missing = push.offer(records)
         push.offer_tokens(manifest.token_count, manifest.tokens or ())
@@ -127,8 +130,8 @@ def test_starlette_1012_16_parallel_transfers_take_bounded_memory(tmp_path: Path
         assert peak_bytes(running.pid) - before < 128 * 2**20
 
 
-def test_serve_announces_a_free_loopback_port_and_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
-    with process(tmp_path / "repository") as (running, url, line):
+def test_serve_announces_a_free_loopback_port_and_ends_cleanly_on_sigterm(root: Place) -> None:
+    with process(root) as (running, url, line):
         assert urlsplit(url).hostname == "127.0.0.1"
         assert "loopback only" in line
         assert "no tokens" in line
@@ -164,8 +167,8 @@ def test_what_cannot_be_served_is_an_error(settings: dict[str, str | bool], kind
         serve(load_settings(port=0, **settings))
 
 
-def test_lmcache_2757_pages_of_other_origins_are_refused(tmp_path: Path) -> None:
-    with serving(tmp_path / "repository") as service:
+def test_lmcache_2757_pages_of_other_origins_are_refused(root: Place) -> None:
+    with serving(root) as service:
         port = urlsplit(service.url).port
         for name, value in {
             "Host": f"rebound.example.org:{port}",
@@ -182,10 +185,10 @@ def test_lmcache_2757_pages_of_other_origins_are_refused(tmp_path: Path) -> None
             assert service.request("GET", "/v1/info", **{name: value}).status == 200
 
 
-def test_a_transfer_that_finds_no_turn_is_told_to_come_back(tmp_path: Path) -> None:
+def test_a_transfer_that_finds_no_turn_is_told_to_come_back(root: Place) -> None:
     made = big_artifact()
     settings = {"chunk_transfers": 1, "queue": 0, "stall_seconds": 1.0}
-    with serving(tmp_path / "repository", **settings) as service, open_repository(service.url) as repository:
+    with serving(root, **settings) as service, open_repository(service.url) as repository:
         push_all(repository, made, "default")
         digest = made[1][0].chunks["full/k"][0]
         path = f"/v1/artifacts/{made[0].id}/chunks/{digest}"
@@ -211,9 +214,9 @@ def slow_reader(service: Service, path: str) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_slow_readers_get_their_own_chunks_although_memory_is_reused(tmp_path: Path) -> None:
+def test_slow_readers_get_their_own_chunks_although_memory_is_reused(root: Place) -> None:
     made = big_artifact()
-    with serving(tmp_path / "repository", chunk_transfers=2) as service, open_repository(service.url) as repository:
+    with serving(root, chunk_transfers=2) as service, open_repository(service.url) as repository:
         push_all(repository, made, "default")
         wanted = [digest for record in made[1] for digest in record.chunks["full/k"]]
 
@@ -244,7 +247,7 @@ def test_every_setting_is_described() -> None:
     assert all(field.description for field in Settings.model_fields.values())
 
 
-def test_a_signal_that_comes_as_soon_as_the_url_is_known_ends_the_service(tmp_path: Path) -> None:
+def test_a_signal_that_comes_as_soon_as_the_url_is_known_ends_the_service(root: Place) -> None:
     for _ in range(3):
-        with served(tmp_path / "repository"):
+        with served(root.as_uri()):
             pass

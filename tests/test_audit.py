@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Place
 from pushing import push
 from synthetic import artifact
 from test_api import Service, serving
@@ -23,10 +24,12 @@ from repo_service.domain.policy import Policy
 from repo_service.services.audit import audit, record
 from repo_service.settings import Settings
 
+pytestmark = pytest.mark.everywhere
+
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with serving(tmp_path / "repository", auth="tokens") as running:
+def service(root: Place) -> Iterator[Service]:
+    with serving(root, auth="tokens") as running:
         yield running
 
 
@@ -110,13 +113,13 @@ def test_what_was_refused_has_a_line_with_the_code(service: Service, caplog: pyt
 
 
 def test_a_fault_of_the_service_has_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    root: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr("repo_service.services.repository.LocalRepository.delete_tag", fail)
-    with caplog.at_level(logging.INFO, audit.name), serving(tmp_path / "repository") as service:
+    with caplog.at_level(logging.INFO, audit.name), serving(root) as service:
         assert service.error("DELETE", "/v1/tags/latest", Connection="close") == (500, "internal_error")
         assert service.error("DELETE", f"/v1/namespaces/{'x' * 3000}/tags/%0Aforged") == (500, "internal_error")
     first, second = lines(caplog)

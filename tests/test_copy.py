@@ -33,6 +33,8 @@ from repo_service.domain.views import ArtifactQuery
 from repo_service.services.documents import chunk_key
 from repo_service.services.read import held_chunks
 
+pytestmark = pytest.mark.everywhere
+
 NS = "default"
 
 
@@ -63,7 +65,7 @@ def contents(repository: Repository, ref: str) -> dict[str, bytes]:
     return found
 
 
-def alter(root: Path, digest: str) -> None:
+def alter(root: Place, digest: str) -> None:
     """Flip one bit of a stored chunk."""
     path = root / chunk_key(digest)
     data = bytearray(path.read_bytes())
@@ -71,7 +73,6 @@ def alter(root: Path, digest: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.on_s3
 @pytest.mark.parametrize("way", ["file to file", "file to http", "http to file", "http to http"])
 def test_zarr_3682_a_parallel_copy_has_every_chunk_and_the_same_id(tmp_path: Path, root: Place, way: str) -> None:
     kinds = way.split(" to ")
@@ -139,7 +140,7 @@ def test_progress_goes_from_what_is_there_to_everything(source: Repository, dest
 
 @pytest.mark.parametrize("after", [1, 2, 10, 36, 37])
 def test_a_push_that_expires_begins_again_by_itself_and_sends_nothing_twice(
-    source: Repository, repository: Repository, root: Path, after: int
+    source: Repository, repository: Repository, root: Place, after: int
 ) -> None:
     artifact_id = publish(source, range(90))
     ending = expiring_once(root, after)
@@ -150,13 +151,11 @@ def test_a_push_that_expires_begins_again_by_itself_and_sends_nothing_twice(
 
 
 def test_a_push_that_expires_again_and_again_is_given_up(
-    source: Repository, destination: Repository, root: Path
+    source: Repository, destination: Repository, root: Place
 ) -> None:
     artifact_id = publish(source, range(90))
     with pytest.raises(PushNotFound):
-        copy_artifact(
-            source, destination, artifact_id, NS, NS, progress=lambda *_: expire_pushes(root.with_name("destination"))
-        )
+        copy_artifact(source, destination, artifact_id, NS, NS, progress=lambda *_: expire_pushes(root))
     assert destination.query(ArtifactQuery()).count == 0
 
 
@@ -176,9 +175,9 @@ with open_repository(sys.argv[1]) as source, open_repository(sys.argv[2]) as des
 
 
 @pytest.mark.parametrize("kind", ["file", "http"])
-def test_after_kill_9_only_what_is_missing_is_sent(source: Repository, tmp_path: Path, kind: str) -> None:
+def test_after_kill_9_only_what_is_missing_is_sent(source: Repository, root: Place, kind: str) -> None:
     artifact_id = publish(source, range(200))
-    with serving(tmp_path / "destination") as service:
+    with serving(root) as service:
         url = service.url if kind == "http" else service.repository.url
         command = [sys.executable, "-c", KILLED, source.url, url, artifact_id]
         killed = subprocess.run(command, capture_output=True, text=True, check=False)

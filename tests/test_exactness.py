@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import families
 import pytest
 import torch
 from exactness import fresh_logits, sha256
+from places import WAYS, Place
+from serving import reached
+from transformers import PreTrainedModel
 
-from engine_adapter import GraftSession, open_repository
+from engine_adapter import GraftSession
+from repo_service.domain.repository import Repository
 from repo_service.domain.schedule import DECODE, Step, canonical_steps
+
+pytestmark = pytest.mark.everywhere
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = ("eager", "sdpa")
@@ -56,16 +62,30 @@ def prompt_lengths(case: Case) -> list[int]:
     return sorted(lengths)
 
 
+@pytest.fixture(scope="module", params=WAYS)
+def repository(request: pytest.FixtureRequest, module_root: Place) -> Iterator[Repository]:
+    with reached(request.param, module_root.as_uri()) as opened:
+        yield opened
+
+
+Sessions = Callable[[PreTrainedModel, Case], GraftSession]
+
+
+@pytest.fixture
+def session_on(repository: Repository) -> Sessions:
+    """Opens sessions on a part of the repository that only this test uses."""
+    namespace = f"n{uuid.uuid4().hex[:12]}"
+    return lambda model, case: GraftSession(
+        model, None, repository, block_tokens=case.block_tokens, namespace=namespace
+    )
+
+
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_a_graft_gives_the_logits_of_a_fresh_run(case: Case, tmp_path: Path, matrix: list[str]) -> None:
+def test_a_graft_gives_the_logits_of_a_fresh_run(case: Case, session_on: Sessions, matrix: list[str]) -> None:
     model = families.build(case.family, getattr(torch, case.dtype), case.attention)
     generator = random.Random(str(case))
     stored = [generator.randrange(3, families.VOCAB_SIZE) for _ in range(LONGEST + case.block_tokens)]
-    url = f"file://{tmp_path}/repository"
-    with (
-        open_repository(url) as repository,
-        GraftSession(model, None, repository, block_tokens=case.block_tokens) as session,
-    ):
+    with session_on(model, case) as session:
         session.deposit(stored)
         for length in prompt_lengths(case):
             boundary = (length - 1) // case.block_tokens * case.block_tokens
@@ -79,37 +99,35 @@ def test_a_graft_gives_the_logits_of_a_fresh_run(case: Case, tmp_path: Path, mat
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.dtype != "float16"], ids=str)
-def test_a_decoded_state_is_deposited_and_resumed_exactly(case: Case, tmp_path: Path, matrix: list[str]) -> None:
+def test_a_decoded_state_is_deposited_and_resumed_exactly(case: Case, session_on: Sessions, matrix: list[str]) -> None:
     model = families.build(case.family, getattr(torch, case.dtype), case.attention)
     generator = random.Random(str(case))
     prompt = [generator.randrange(3, families.VOCAB_SIZE) for _ in range(case.block_tokens + 9)]
-    url = f"file://{tmp_path}/repository"
-    with open_repository(url) as repository:
-        with GraftSession(model, None, repository, block_tokens=case.block_tokens) as session:
-            run = session.prefill(prompt, record=True)
-            for _ in range(case.block_tokens):
-                session.call(run, [generator.randrange(3, families.VOCAB_SIZE)], DECODE)
-            session.deposit(run, tag="decoded")
-            stopped = list(run.tokens)
-        with GraftSession(model, None, repository, block_tokens=case.block_tokens) as session:
-            resumed = session.graft("decoded", record=True)
-            steps = [*canonical_steps(0, len(prompt), case.block_tokens), Step(DECODE, len(prompt), len(stopped))]
-            assert resumed.tokens == stopped
-            assert sha256(resumed.logits) == sha256(fresh_logits(model, stopped, steps))
-            session.call(resumed, [7], DECODE)
-            more = [generator.randrange(3, families.VOCAB_SIZE) for _ in range(case.block_tokens + 3)]
-            session.extend(resumed, more)
-            tokens = [*stopped, 7, *more]
-            steps += [Step(DECODE, len(stopped), len(stopped) + 1)]
-            steps += canonical_steps(len(stopped) + 1, len(tokens), case.block_tokens)
-            assert sha256(resumed.logits) == sha256(fresh_logits(model, tokens, steps))
-            matrix.append(f"{case} decoded")
-            session.deposit(resumed, tag="longer")
-            report = session.verify("longer", samples=4)
-            assert report.exact
-            again = session.graft("longer")
-            assert sha256(again.logits) == sha256(resumed.logits)
-            matrix.append(f"{case} continued")
+    with session_on(model, case) as session:
+        run = session.prefill(prompt, record=True)
+        for _ in range(case.block_tokens):
+            session.call(run, [generator.randrange(3, families.VOCAB_SIZE)], DECODE)
+        session.deposit(run, tag="decoded")
+        stopped = list(run.tokens)
+    with session_on(model, case) as session:
+        resumed = session.graft("decoded", record=True)
+        steps = [*canonical_steps(0, len(prompt), case.block_tokens), Step(DECODE, len(prompt), len(stopped))]
+        assert resumed.tokens == stopped
+        assert sha256(resumed.logits) == sha256(fresh_logits(model, stopped, steps))
+        session.call(resumed, [7], DECODE)
+        more = [generator.randrange(3, families.VOCAB_SIZE) for _ in range(case.block_tokens + 3)]
+        session.extend(resumed, more)
+        tokens = [*stopped, 7, *more]
+        steps += [Step(DECODE, len(stopped), len(stopped) + 1)]
+        steps += canonical_steps(len(stopped) + 1, len(tokens), case.block_tokens)
+        assert sha256(resumed.logits) == sha256(fresh_logits(model, tokens, steps))
+        matrix.append(f"{case} decoded")
+        session.deposit(resumed, tag="longer")
+        report = session.verify("longer", samples=4)
+        assert report.exact
+        again = session.graft("longer")
+        assert sha256(again.logits) == sha256(resumed.logits)
+        matrix.append(f"{case} continued")
 
 
 def test_the_matrix_has_at_least_1000_points(matrix: list[str], request: pytest.FixtureRequest) -> None:

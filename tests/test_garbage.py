@@ -28,7 +28,7 @@ from repo_service.services.repository import LocalRepository, open_local
 from repo_service.services.reserve import Reserve
 from repo_service.storage import Store
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 MADE_WITH = fingerprint()
 
@@ -58,7 +58,7 @@ def test_a_repository_without_garbage_stays_as_it_is(repository: Repository, roo
     assert repository.check(info.id, "default").ok
 
 
-@pytest.mark.on_s3(always=True)
+@pytest.mark.everywhere(always=True)
 def test_what_a_running_push_was_told_not_to_send_stays_until_it_ends(repository: Repository, root: Place) -> None:
     one = made(1)
     info, sent = push(repository, one)
@@ -93,7 +93,7 @@ def test_an_abandoned_push_gives_its_space_back_when_its_lease_is_over(repositor
         running.commit(one[0])
 
 
-@pytest.mark.on_s3(always=True)
+@pytest.mark.everywhere(always=True)
 def test_objects_that_no_row_knows_go_after_the_grace(repository: Repository, root: Place) -> None:
     kept, _ = push(repository, made(1))
     gone, _ = push(repository, made(2))
@@ -156,7 +156,7 @@ def test_while_an_entry_cannot_be_read_nothing_of_its_goes(repository: Repositor
     assert repository.check(info.id, "default").ok
 
 
-@pytest.mark.on_s3(never=True)
+@pytest.mark.everywhere(but={"s3": "nothing half written is seen in a bucket"})
 def test_temp_files_of_dead_writers_go_and_those_of_live_ones_stay(repository: Repository, root: Place) -> None:
     push(repository, made(1))
     writer = textwrap.dedent("""

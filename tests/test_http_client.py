@@ -48,7 +48,7 @@ from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactInfo, ArtifactQuery
 from repo_service.services.read import held_chunks
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 NS = "team-a"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from places import FULL
+from places import FULL, Place
 from pushing import expiring_once, push
 from synthetic import artifact
 from test_api import serving
@@ -38,6 +38,8 @@ from repo_service.domain.views import ArtifactQuery
 from repo_service.services.documents import block_record_key, manifest_key
 from repo_service.services.read import held_chunks
 from repo_service.services.repository import LocalRepository
+
+pytestmark = pytest.mark.everywhere
 
 NS = "default"
 WORKERS = 2
@@ -147,10 +149,10 @@ def test_150_artifacts_are_found_over_pages_whatever_the_destination_has(
 
 
 def test_a_push_that_expires_in_a_mirror_begins_again_and_is_counted_once(
-    source: Repository, destination: Repository, tmp_path: Path
+    source: Repository, destination: Repository, root: Place
 ) -> None:
     push(source, artifact(range(90)))
-    ending = expiring_once(tmp_path / "destination", 20)
+    ending = expiring_once(root, 20)
     report = mirror(source, destination, workers=1, progress=ending)
     assert (report.artifacts_copied, report.artifacts_failed, report.chunks_sent) == (1, [], 37)
 
@@ -376,12 +378,12 @@ def test_verify_of_what_is_whole_sends_nothing(source: Repository, destination: 
     assert (report.artifacts_present, report.artifacts_healed, report.chunks_sent) == (2, 0, 0)
 
 
-def test_verify_heals_documents(source: Repository, destination: Repository, tmp_path: Path) -> None:
+def test_verify_heals_documents(source: Repository, destination: Repository, root: Place) -> None:
     made = give(source, range(40))
     mirror(source, destination)
     manifest = source.manifest(made, NS)
-    (tmp_path / "destination" / manifest_key(made)).unlink()
-    record = tmp_path / "destination" / block_record_key(NS, manifest.blocks[1][0])
+    (root / manifest_key(made)).unlink()
+    record = root / block_record_key(NS, manifest.blocks[1][0])
     record.write_bytes(record.read_bytes()[:-1])
     assert mirror(source, destination).artifacts_present == 1
     report = mirror(source, destination, verify=True)
@@ -390,25 +392,27 @@ def test_verify_heals_documents(source: Repository, destination: Repository, tmp
 
 
 @pytest.mark.parametrize("array", ["state", "tokens"])
-def test_verify_heals_chunks(source: Repository, destination: Repository, tmp_path: Path, array: str) -> None:
+def test_verify_heals_chunks(source: Repository, destination: Repository, root: Place, array: str) -> None:
     made = give(source, range(40))
     mirror(source, destination)
     manifest = source.manifest(made, NS)
     digests = manifest.tokens if array == "tokens" else source.records(manifest, NS)[0].chunks["full/k"]
     assert digests
-    alter(tmp_path / "destination", digests[0])
+    alter(root, digests[0])
     report = mirror(source, destination, verify=True)
     assert (report.artifacts_healed, report.artifacts_failed, report.chunks_sent) == (1, [], 1)
     assert destination.check(made, NS).ok
     assert mirror(source, destination, verify=True).artifacts_present == 1
 
 
-def test_verify_names_what_it_can_not_heal(source: Repository, destination: Repository, tmp_path: Path) -> None:
+def test_verify_names_what_it_can_not_heal(
+    source: Repository, destination: Repository, tmp_path: Path, root: Place
+) -> None:
     both = give(source, range(40))
     mirror(source, destination)
     extra = give(destination, range(100, 120))
-    for repository, artifact_id in (("source", both), ("destination", both), ("destination", extra)):
-        alter(tmp_path / repository, next(iter(held_of(artifact_id, source, destination))))
+    for place, artifact_id in ((tmp_path / "source", both), (root, both), (root, extra)):
+        alter(place, next(iter(held_of(artifact_id, source, destination))))
     assert mirror(source, destination).artifacts_failed == []
     report = mirror(source, destination, verify=True)
     assert set(failures(report)) == {both, extra}
@@ -445,12 +449,11 @@ def test_an_interrupted_mirror_goes_on_where_it_stopped(source: Repository, dest
 
 @pytest.mark.parametrize("kind", ["file", "http"])
 def test_after_kill_9_of_the_command_only_what_is_missing_is_sent(
-    source: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    source: Repository, root: Place, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     for i in range(10):
         give(source, range(100 * i, 100 * i + 64), f"tag-{i}")
     total = len(held(source))
-    root = tmp_path / "destination"
     with serving(root) as service:
         url = service.url if kind == "http" else service.repository.url
         command = ["mirror", source.url, url, "--workers", str(WORKERS), "--json"]
@@ -472,7 +475,7 @@ def test_after_kill_9_of_the_command_only_what_is_missing_is_sent(
             assert all(destination.check(artifact_id, NS).ok for artifact_id in ids(destination))
 
 
-def settled(root: Path) -> int:
+def settled(root: Place) -> int:
     """Chunks stored, once the service has finished the requests of a client that was killed."""
     count = -1
     while count != (count := stored(root)):
@@ -480,8 +483,8 @@ def settled(root: Path) -> int:
     return count
 
 
-def stored(root: Path) -> int:
-    return sum(path.is_file() for path in (root / "chunks").glob("*/*"))
+def stored(root: Place) -> int:
+    return sum(len(path.name) == 62 for path in (root / "chunks").rglob("*"))
 
 
 def test_progress_counts_artifacts_and_bytes_to_the_end(source: Repository, destination: Repository) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import Place
 from pushing import push
 from synthetic import artifact
 from test_api import error_of, serving
@@ -95,8 +95,9 @@ def test_i8_what_is_remembered_of_namespaces_is_bounded(monkeypatch: pytest.Monk
     assert len(rates._buckets) == 10
 
 
-def test_a_service_answers_429_and_its_client_waits(tmp_path: Path) -> None:
-    with serving(tmp_path / "repository", namespace_requests_per_second=5) as service:
+@pytest.mark.everywhere
+def test_a_service_answers_429_and_its_client_waits(root: Place) -> None:
+    with serving(root, namespace_requests_per_second=5) as service:
         answers = [service.request("GET", "/v1/stats") for _ in range(12)]
         refused = [answer for answer in answers if answer.status != 200]
         assert refused
@@ -110,10 +111,11 @@ def test_a_service_answers_429_and_its_client_waits(tmp_path: Path) -> None:
                     repository.delete_tag("default", "none")
 
 
-def test_a_push_goes_through_under_a_limit_of_bytes(tmp_path: Path) -> None:
+@pytest.mark.everywhere
+def test_a_push_goes_through_under_a_limit_of_bytes(root: Place) -> None:
     made = artifact(range(40))
     with (
-        serving(tmp_path / "repository", namespace_mib_per_second=0.008) as service,
+        serving(root, namespace_mib_per_second=0.008) as service,
         open_repository(service.url) as repository,
     ):
         push(repository, made)

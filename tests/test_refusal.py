@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import families
 import pytest
 import torch
+from places import WAYS, Place
+from serving import reached
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from engine_adapter import GraftSession, open_repository
+from engine_adapter import GraftSession
 from repo_service.domain.errors import (
     ContextTooLong,
     FingerprintMismatch,
@@ -22,12 +24,15 @@ from repo_service.domain.errors import (
 )
 from repo_service.domain.repository import Repository
 
+pytestmark = pytest.mark.everywhere
+
 TOKENS = [5, 9, 200, 31, 7, 77, 12, 400] * 10
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Repository:
-    return open_repository(f"file://{tmp_path}/repository")
+@pytest.fixture(params=WAYS)
+def repository(request: pytest.FixtureRequest, root: Place) -> Iterator[Repository]:
+    with reached(request.param, root.as_uri()) as opened:
+        yield opened
 
 
 def llama(seed: int = 0, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> PreTrainedModel:

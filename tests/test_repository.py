@@ -40,7 +40,7 @@ from repo_service.domain.schedule import canonical_steps
 from repo_service.domain.views import MAX_QUERY_CHARACTERS, MAX_QUERY_WORDS, ArtifactQuery
 from repo_service.services.read import held_chunks
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 MADE_WITH = fingerprint()
 SIZE = 16
@@ -70,6 +70,7 @@ def read_all(repository: Repository, manifest: Manifest, namespace: str) -> dict
     return contents
 
 
+@pytest.mark.everywhere(always=True)
 def test_what_was_pushed_is_pulled_byte_for_byte(repository: Repository, namespace: str) -> None:
     made = artifact(tokens_of(1, 100), MADE_WITH, annotations={"origin": "test"}, text="a text to find")
     info, sent = push(repository, made, namespace)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import random
-import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pushing import Artifact, offer, push
+from places import INSIDE, Place
+from pushing import Artifact, offer, push, writing_to_index
 from pydantic import ValidationError
+from sqlalchemy import update
 from synthetic import artifact, fingerprint
 
 from repo_service.cli.main import main
@@ -32,9 +31,12 @@ from repo_service.domain.policy import Policy
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactInfo, GarbageReport
 from repo_service.index import Index, uses
+from repo_service.index.models import Artifact as ArtifactRow
 from repo_service.services.documents import PolicyDocument, seal
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.services.retention import Clock
+
+pytestmark = pytest.mark.everywhere
 
 MADE_WITH = fingerprint()
 DAY = timedelta(days=1)
@@ -42,8 +44,8 @@ NS = "default"
 
 
 @pytest.fixture
-def local(root: Path) -> Iterator[LocalRepository]:
-    with open_local(f"file://{root}") as opened:
+def local(root: Place) -> Iterator[LocalRepository]:
+    with open_local(root.as_uri()) as opened:
         yield opened
 
 
@@ -57,17 +59,14 @@ def size_of(what: Artifact) -> int:
     return sum(map(len, what[2].values()))
 
 
-def turn_back(root: Path, column: str, ages: dict[str, timedelta], namespace: str = NS) -> None:
+def turn_back(root: Place, column: str, ages: dict[str, timedelta], namespace: str = NS) -> None:
     """Set times of artifacts to so long ago."""
-    with closing(sqlite3.connect(root / "index.sqlite", timeout=30)) as connection:
+    with writing_to_index(root) as connection:
         for name, age in ages.items():
             at = int((datetime.now(UTC) - age).timestamp() * 1_000_000)
-            found = connection.execute(
-                f"UPDATE artifacts SET {column} = ? WHERE digest = ? AND namespace = ?",
-                (at, bytes.fromhex(name.removeprefix("sha256:")), namespace),
-            )
-            assert found.rowcount == 1
-        connection.commit()
+            digest = bytes.fromhex(name.removeprefix("sha256:"))
+            row = update(ArtifactRow).where(ArtifactRow.digest == digest, ArtifactRow.namespace == namespace)
+            assert connection.execute(row.values({column: at})).rowcount == 1
 
 
 def left(repository: Repository, *infos: ArtifactInfo, namespace: str = NS) -> list[bool]:
@@ -85,7 +84,7 @@ def let_go(report: GarbageReport) -> list[str]:
     return [removed.name for removed in report.removed if removed.kind == "artifact"]
 
 
-def files(root: Path, folder: str) -> set[str]:
+def files(root: Place, folder: str) -> set[str]:
     return {str(path.relative_to(root)) for path in (root / folder).rglob("*") if path.is_file()}
 
 
@@ -102,15 +101,16 @@ def test_a_namespace_has_no_rules_until_it_is_given_some(repository: Repository)
     assert repository.policy("team") == Policy()
 
 
-def test_a_policy_survives_reindex_and_a_lost_index(root: Path) -> None:
+@pytest.mark.everywhere(but={"postgres": INSIDE, "s3": INSIDE})
+def test_a_policy_survives_reindex_and_a_lost_index(root: Place) -> None:
     rules = Policy(keep_tags=[], max_bytes=0)
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         repository.set_policy(NS, rules)
         assert repository.reindex().corrupt == []
         assert repository.policy(NS) == rules
     for path in root.glob("index.sqlite*"):
         path.unlink()
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         assert repository.policy(NS) == rules
 
 
@@ -160,7 +160,7 @@ def test_a_pattern_of_many_stars_takes_no_time() -> None:
 # Rules
 
 
-def test_what_is_older_than_its_age_goes_and_the_rest_stays(repository: Repository, root: Path) -> None:
+def test_what_is_older_than_its_age_goes_and_the_rest_stays(repository: Repository, root: Place) -> None:
     old, young, pinned = (push(repository, made(seed))[0] for seed in range(3))
     repository.set_tag(NS, "kept", pinned.id)
     elsewhere, _ = push(repository, made(4), "elsewhere")
@@ -176,7 +176,7 @@ def test_what_is_older_than_its_age_goes_and_the_rest_stays(repository: Reposito
     assert repository.collect_garbage(grace_s=0).removed == []
 
 
-def test_what_is_not_used_goes_and_what_is_used_stays(repository: Repository, root: Path) -> None:
+def test_what_is_not_used_goes_and_what_is_used_stays(repository: Repository, root: Place) -> None:
     never, long_ago, lately, matched = (push(repository, made(seed))[0] for seed in range(4))
     turn_back(root, "created_at", dict.fromkeys((never.id, long_ago.id, lately.id, matched.id), 30 * DAY))
     turn_back(root, "last_used_at", {long_ago.id: 8 * DAY, lately.id: 6 * DAY})
@@ -190,7 +190,7 @@ def test_what_is_not_used_goes_and_what_is_used_stays(repository: Repository, ro
 
 
 def test_a_use_is_recorded_to_within_ten_minutes_and_the_rule_allows_for_that(
-    repository: Repository, root: Path
+    repository: Repository, root: Place
 ) -> None:
     info, _ = push(repository, made(1))
     turn_back(root, "created_at", {info.id: DAY})
@@ -202,7 +202,7 @@ def test_a_use_is_recorded_to_within_ten_minutes_and_the_rule_allows_for_that(
     assert repository.collect_garbage(grace_s=0).artifacts == 1
 
 
-def test_the_least_recently_used_go_until_the_rest_fits(repository: Repository, root: Path) -> None:
+def test_the_least_recently_used_go_until_the_rest_fits(repository: Repository, root: Place) -> None:
     artifacts = [made(seed) for seed in range(5)]
     infos = [push(repository, one)[0] for one in artifacts]
     turn_back(root, "created_at", {info.id: 30 * DAY for info in infos})
@@ -217,7 +217,7 @@ def test_the_least_recently_used_go_until_the_rest_fits(repository: Repository, 
     assert repository.stats(NS).unique_bytes <= 3 * size_of(artifacts[0])
 
 
-def test_bytes_are_counted_once_however_many_artifacts_share_them(repository: Repository, root: Path) -> None:
+def test_bytes_are_counted_once_however_many_artifacts_share_them(repository: Repository, root: Place) -> None:
     artifacts = [made(seed, count=64, prefix=48) for seed in range(1, 4)]
     infos = [push(repository, one)[0] for one in artifacts]
     turn_back(root, "last_used_at", {info.id: (9 - i) * DAY for i, info in enumerate(infos)})
@@ -258,7 +258,7 @@ def test_tags_that_match_pin(local: LocalRepository, patterns: list[str], kept: 
     assert local.stats(NS).tags == sum(kept), "tags go with their artifacts"
 
 
-def test_a_dry_run_lists_what_would_go_and_changes_nothing(repository: Repository, root: Path) -> None:
+def test_a_dry_run_lists_what_would_go_and_changes_nothing(repository: Repository, root: Place) -> None:
     artifacts = [made(seed, count=64, prefix=48) for seed in range(1, 5)]
     infos = [push(repository, one)[0] for one in artifacts]
     push(repository, artifacts[1], "elsewhere")
@@ -285,7 +285,7 @@ def test_a_dry_run_lists_what_would_go_and_changes_nothing(repository: Repositor
 
 
 def test_each_artifact_let_go_has_a_line_with_its_rule(
-    local: LocalRepository, root: Path, caplog: pytest.LogCaptureFixture
+    local: LocalRepository, root: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, idle, beyond = (push(local, made(seed))[0] for seed in range(3))
     turn_back(root, "created_at", {old.id: 9 * DAY, idle.id: 5 * DAY})
@@ -302,7 +302,7 @@ def test_each_artifact_let_go_has_a_line_with_its_rule(
 
 @pytest.mark.parametrize("event", ["tagged", "used", "policy taken away", "policy damaged", "deleted"])
 def test_what_changes_between_choosing_and_deleting_counts(
-    local: LocalRepository, root: Path, monkeypatch: pytest.MonkeyPatch, event: str
+    local: LocalRepository, root: Place, monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
     info, _ = push(local, made(1))
     local.set_policy(NS, Policy(max_bytes=0))
@@ -310,7 +310,7 @@ def test_what_changes_between_choosing_and_deleting_counts(
 
     def then(self: Index, *args: Any) -> Any:
         chosen = choose(self, *args)
-        with open_local(f"file://{root}") as other:
+        with open_local(root.as_uri()) as other:
             if event == "tagged":
                 other.set_tag(NS, "kept", info.id)
             elif event == "used":
@@ -329,8 +329,9 @@ def test_what_changes_between_choosing_and_deleting_counts(
     assert not local._index.unsettled()
 
 
-def test_after_an_index_was_lost_nothing_counts_as_idle(root: Path) -> None:
-    with open_local(f"file://{root}") as repository:
+@pytest.mark.everywhere(but={"postgres": INSIDE, "s3": INSIDE})
+def test_after_an_index_was_lost_nothing_counts_as_idle(root: Place) -> None:
+    with open_local(root.as_uri()) as repository:
         info, _ = push(repository, made(1))
         repository.set_policy(NS, Policy(max_idle_s=1))
         turn_back(root, "last_used_at", {info.id: timedelta(hours=1)})
@@ -340,7 +341,7 @@ def test_after_an_index_was_lost_nothing_counts_as_idle(root: Path) -> None:
         assert datetime.now(UTC) - known > timedelta(minutes=59), "a rebuild keeps what the index knew"
     for path in root.glob("index.sqlite*"):
         path.unlink()
-    with open_local(f"file://{root}") as repository:
+    with open_local(root.as_uri()) as repository:
         assert repository.collect_garbage(grace_s=0).artifacts == 0
         assert left(repository, info) == [True]
 
@@ -348,7 +349,7 @@ def test_after_an_index_was_lost_nothing_counts_as_idle(root: Path) -> None:
 # Clocks
 
 
-def test_times_in_the_future_count_as_now(local: LocalRepository, root: Path) -> None:
+def test_times_in_the_future_count_as_now(local: LocalRepository, root: Place) -> None:
     created, used = (push(local, made(seed))[0] for seed in range(2))
     turn_back(root, "created_at", {created.id: -DAY, used.id: 9 * DAY})
     turn_back(root, "last_used_at", {used.id: -DAY})
@@ -381,7 +382,7 @@ def test_a_clock_that_is_set_while_the_process_runs_lets_nothing_go_too_early() 
 # Last use
 
 
-def test_reading_and_matching_are_uses_and_looking_is_none(repository: Repository, root: Path) -> None:
+def test_reading_and_matching_are_uses_and_looking_is_none(repository: Repository, root: Place) -> None:
     one = made(1)
     info, _ = push(repository, one)
     assert info.last_used_at is None
@@ -394,9 +395,8 @@ def test_reading_and_matching_are_uses_and_looking_is_none(repository: Repositor
         "stats": (lambda: repository.stats(NS), False),
     }
     for name, (call, counts) in calls.items():
-        with closing(sqlite3.connect(root / "index.sqlite", timeout=30)) as connection:
-            connection.execute("UPDATE artifacts SET last_used_at = NULL")
-            connection.commit()
+        with writing_to_index(root) as connection:
+            connection.execute(update(ArtifactRow).values(last_used_at=None))
         call()
         found = repository.artifact(info.id, NS).last_used_at
         assert (found is not None) is counts, name
@@ -404,7 +404,7 @@ def test_reading_and_matching_are_uses_and_looking_is_none(repository: Repositor
 
 
 def test_a_use_is_written_once_in_ten_minutes(
-    local: LocalRepository, root: Path, monkeypatch: pytest.MonkeyPatch
+    local: LocalRepository, root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info, _ = push(local, made(1))
     written: list[int] = []
@@ -423,31 +423,27 @@ def test_a_use_is_written_once_in_ten_minutes(
     assert written == [1, 1]
 
 
-def test_a_read_does_not_wait_for_a_writer_and_its_use_is_not_lost(root: Path) -> None:
-    with open_local(f"file://{root}") as local:
+def test_a_read_does_not_wait_for_a_writer_and_its_use_is_not_lost(root: Place) -> None:
+    with open_local(root.as_uri()) as local:
         info, _ = push(local, made(1))
-        with closing(sqlite3.connect(root / "index.sqlite", isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
+        with writing_to_index(root):
             begun = datetime.now(UTC)
             for _ in range(5):
                 local.manifest(info.id, NS)
             assert datetime.now(UTC) - begun < timedelta(seconds=1)
-            other.execute("ROLLBACK")
         assert local.artifact(info.id, NS).last_used_at is None
-    with open_local(f"file://{root}") as local:
+    with open_local(root.as_uri()) as local:
         found = local.artifact(info.id, NS).last_used_at
         assert found is not None
         assert found >= begun - timedelta(seconds=1)
 
 
-def test_a_use_that_nobody_could_write_keeps_its_artifact(local: LocalRepository, root: Path) -> None:
+def test_a_use_that_nobody_could_write_keeps_its_artifact(local: LocalRepository, root: Place) -> None:
     info, _ = push(local, made(1))
     turn_back(root, "created_at", {info.id: DAY})
     local.set_policy(NS, Policy(max_idle_s=3600))
-    with closing(sqlite3.connect(root / "index.sqlite", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+    with writing_to_index(root):
         local.manifest(info.id, NS)
-        other.execute("ROLLBACK")
     assert local.collect_garbage(grace_s=0).artifacts == 0
 
 
@@ -461,7 +457,7 @@ def test_uses_in_a_repository_in_memory() -> None:
 # Quotas
 
 
-def test_a_push_beyond_the_quota_is_refused_early_and_leaves_nothing(repository: Repository, root: Path) -> None:
+def test_a_push_beyond_the_quota_is_refused_early_and_leaves_nothing(repository: Repository, root: Place) -> None:
     one, two = made(1), made(2)
     push(repository, one)
     before = files(root, "chunks"), files(root, "blocks"), files(root, "artifacts")
@@ -524,7 +520,7 @@ def test_pushes_at_once_do_not_exceed_the_quota_together(repository: Repository)
     assert first.commit(one[0]).id == one[0].id, "what an offer accepted, the commit does not refuse"
 
 
-def test_leftovers_of_other_pushes_do_not_use_the_quota_up(repository: Repository, root: Path) -> None:
+def test_leftovers_of_other_pushes_do_not_use_the_quota_up(repository: Repository, root: Place) -> None:
     one, two = made(1), made(2)
     repository.set_policy(NS, Policy(quota_bytes=size_of(one)))
     given_up = repository.begin_push(MADE_WITH, NS)
@@ -540,7 +536,7 @@ def test_leftovers_of_other_pushes_do_not_use_the_quota_up(repository: Repositor
 
 
 def test_under_a_policy_that_cannot_be_read_nothing_goes(
-    local: LocalRepository, root: Path, caplog: pytest.LogCaptureFixture
+    local: LocalRepository, root: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
     info, _ = push(local, made(1))
     other, _ = push(local, made(2), "other")
@@ -566,7 +562,7 @@ def test_under_a_policy_that_cannot_be_read_nothing_goes(
     assert local.collect_garbage(grace_s=0).unreadable == []
 
 
-def test_a_policy_moved_to_another_namespace_is_damaged(local: LocalRepository, root: Path) -> None:
+def test_a_policy_moved_to_another_namespace_is_damaged(local: LocalRepository, root: Place) -> None:
     info, _ = push(local, made(1))
     local.set_policy("other", Policy(max_bytes=0))
     (root / "policies" / "other.json").rename(root / "policies" / "default.json")
@@ -598,14 +594,14 @@ def test_a_policy_of_a_later_version_lets_nothing_go(local: LocalRepository) -> 
 # The command
 
 
-def retain(root: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
-    code = main(["retain", "--repo", f"file://{root}", "--json", *options])
+def retain(root: Place, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    code = main(["retain", "--repo", root.as_uri(), "--json", *options])
     captured = capsys.readouterr()
     return json.loads(captured.out) if code == 0 else (code, json.loads(captured.err)["error"])
 
 
 def test_the_command_sets_shows_and_clears(
-    local: LocalRepository, root: Path, capsys: pytest.CaptureFixture[str]
+    local: LocalRepository, root: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     empty = {"namespace": NS, **Policy().model_dump()}
     assert retain(root, capsys) == empty
@@ -616,7 +612,7 @@ def test_the_command_sets_shows_and_clears(
         "keep_tags": [], "max_idle_s": 7 * 86400, "max_bytes": 64 * 2**30, "quota_bytes": 1_500_000_000,
     }  # fmt: skip
     assert local.policy(NS).model_dump() == {name: value for name, value in shown.items() if name != "namespace"}
-    assert main(["retain", "--repo", f"file://{root}"]) == 0
+    assert main(["retain", "--repo", root.as_uri()]) == 0
     text = capsys.readouterr().out
     assert "1w" in text
     assert "64.0 GiB" in text
@@ -651,7 +647,7 @@ def test_the_command_sets_shows_and_clears(
     ],
 )
 def test_the_command_says_what_is_wrong_and_changes_nothing(
-    local: LocalRepository, root: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, str]
+    local: LocalRepository, root: Place, capsys: pytest.CaptureFixture[str], options: tuple[str, str]
 ) -> None:
     code, error = retain(root, capsys, *options)
     assert code == 2

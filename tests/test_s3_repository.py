@@ -67,6 +67,33 @@ def test_a_directory_may_have_its_index_elsewhere_and_then_has_no_second(tmp_pat
         assert repository.check(info.id, "default").ok
 
 
+def test_every_command_finds_the_index_of_a_directory_that_has_it_elsewhere(
+    tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only `serve` knew it; `gc`, `scrub`, `reindex --take-over` and the rest opened one inside, and were refused."""
+    directory = tmp_path / "repository"
+    with open_repository(directory.as_uri(), index=index) as repository:
+        push(repository, MADE)
+    monkeypatch.setenv("KVGRAFT_INDEX", index)
+    for arguments in ("scrub",), ("gc",), ("reindex", "--take-over"):
+        command = [sys.executable, "-m", "repo_service.cli", *arguments, "--repo", directory.as_uri(), "--json"]
+        subprocess.run(command, capture_output=True, check=True, env=os.environ.copy())
+    with open_repository(directory.as_uri()) as repository:
+        assert repository.stats("default").artifacts == 1
+    assert not (directory / "index.sqlite").exists()
+
+
+def test_a_directory_with_its_index_inside_keeps_it_whatever_the_environment_says(
+    tmp_path: Path, index: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = (tmp_path / "repository").as_uri()
+    monkeypatch.setenv("KVGRAFT_INDEX", index)
+    for _ in range(2):
+        open_repository(url).close()
+    assert (tmp_path / "repository" / "index.sqlite").exists()
+    assert not (tmp_path / "one.sqlite").exists()
+
+
 def test_an_index_is_named_where_the_repository_is_opened() -> None:
     for options in ({"index": "sqlite:///x"}, {"take_over": True}):
         with pytest.raises(InvalidInput, match="has its own index"):

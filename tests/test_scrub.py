@@ -33,7 +33,7 @@ from repo_service.services import scrub as scrubbing
 from repo_service.services.repository import open_local
 from repo_service.storage import local
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 MADE_WITH = fingerprint()
 KINDS = {
@@ -91,7 +91,7 @@ def test_damage_is_found_named_and_healed(root: Place, kind: str, how: str, tmp_
         find_and_heal(repository, filled(repository), whole, root, kind, how)
 
 
-@pytest.mark.on_s3(always=True)
+@pytest.mark.everywhere(always=True)
 def test_a_service_finds_and_heals_damage_too(root: Place, tmp_path: Path) -> None:
     with (
         served(root.as_uri()) as url,
@@ -193,7 +193,7 @@ def test_the_command_heals_and_says_by_its_exit_code_whether_damage_is_left(root
     assert [one["healed"] for one in json.loads(healed.stdout)["repairs"]] == [True]
 
 
-@pytest.mark.on_s3(never=True)
+@pytest.mark.everywhere(but={"s3": "no disk that fails to read lies under a bucket"})
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_disk_cannot_read_is_damage_and_heals(
     root: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,7 +235,7 @@ def lose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "readv", failing_readv)
 
 
-@pytest.mark.on_s3(never=True)
+@pytest.mark.everywhere(but={"s3": "no disk that fails to read lies under a bucket"})
 def test_a_repository_opens_although_an_unsettled_document_cannot_be_read(
     root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +288,7 @@ def test_a_scrub_lists_so_much_damage_and_counts_all(root: Place, monkeypatch: p
     assert report.damaged == report.chunks == len(files(root, "chunks"))
 
 
-@pytest.mark.on_s3(never=True)
+@pytest.mark.everywhere(but={"s3": "an object's date is not set back"})
 def test_old_copies_of_damaged_objects_are_collected(repository: Repository, root: Place) -> None:
     push(repository, made(1))
     first, second = files(root, "chunks")[:2]

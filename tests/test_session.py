@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import families
 import pytest
 import torch
+from places import WAYS, Place
 from pushing import expire_pushes
+from serving import reached
 from test_api import serving
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +20,7 @@ from typing_extensions import Buffer
 from engine_adapter import GraftSession, open_repository
 from engine_adapter.canary import GROUPED_ATTENTION
 from engine_adapter.run import logits_sha256
+from repo_service.client.http import HttpPush
 from repo_service.domain.errors import (
     ChunkCorrupt,
     ContextTooLong,
@@ -28,22 +30,20 @@ from repo_service.domain.errors import (
     InvalidTokens,
     MalformedDocument,
 )
-from repo_service.domain.repository import Repository
+from repo_service.domain.repository import Push, Repository
 from repo_service.services.push import LocalPush
+from repo_service.services.repository import LocalRepository
+
+pytestmark = pytest.mark.everywhere
 
 TEXT = "The keeper opens the lower sluice before the upper one, and writes the level of the river in the book. " * 8
 TOKENS = random.Random(1).choices(range(3, 500), k=90)
 SIZE = 16
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "repository"
-
-
-@pytest.fixture
-def repository(root: Path) -> Iterator[Repository]:
-    with open_repository(f"file://{root}") as opened:
+@pytest.fixture(params=WAYS)
+def repository(request: pytest.FixtureRequest, root: Place) -> Iterator[Repository]:
+    with reached(request.param, root.as_uri()) as opened:
         yield opened
 
 
@@ -70,6 +70,7 @@ def subword_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+@pytest.mark.everywhere(always=True)
 def test_generation_after_a_graft_is_the_fresh_one_token_by_token_and_logit_by_logit(session: GraftSession) -> None:
     session.deposit(TOKENS)
     grafted = session.generate(TOKENS, max_new_tokens=24)
@@ -95,7 +96,7 @@ def test_llama_recipes_78_ids_are_matched_never_text(repository: Repository) -> 
 
 @pytest.mark.parametrize("damage", ["altered", "truncated", "lost"])
 def test_llama_cpp_27439_and_dynamo_15079_a_damaged_artifact_is_an_error_that_names_the_chunk(
-    session: GraftSession, root: Path, damage: str
+    session: GraftSession, root: Place, damage: str
 ) -> None:
     info = session.deposit(TOKENS)
     record = session.repository.records(session.repository.manifest(info.id, "default"), "default")[1]
@@ -134,29 +135,32 @@ def test_a_second_deposit_computes_and_sends_only_what_is_new(session: GraftSess
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_push_that_expires_in_a_deposit_begins_again_and_sends_nothing_twice(
-    session: GraftSession, root: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
+    session: GraftSession, root: Place, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
     sent: list[str] = []
-    put = LocalPush.put
+    kind: type[Push] = LocalPush if isinstance(session.repository, LocalRepository) else HttpPush
+    put = kind.put
 
-    def put_and_expire(push: LocalPush, digest: str, data: Buffer) -> None:
+    def put_and_expire(push: Push, digest: str, data: Buffer) -> None:
         put(push, digest, data)
         sent.append(digest)
         if len(sent) == 7:
             expire_pushes(root)
 
-    monkeypatch.setattr(LocalPush, "put", put_and_expire)
+    monkeypatch.setattr(kind, "put", put_and_expire)
     info = session.deposit(session.prefill(TOKENS, record=True) if recorded else TOKENS)
     assert len(sent) == len(set(sent)) > 7
     assert session.verify(info.id, samples=3).exact
 
 
-def test_a_graft_takes_its_chunks_from_the_nodes_cache(root: Path, tmp_path: Path) -> None:
+def test_a_graft_takes_its_chunks_from_the_nodes_cache(root: Place, tmp_path: Path) -> None:
     with serving(root) as service, open_repository(service.url, cache=tmp_path / "node") as repository:
         with session_of(repository) as session:
             info = session.deposit(TOKENS)
             fresh = session.prefill(TOKENS, graft=False).logits
-        shutil.rmtree(root / "chunks")
+        for path in (root / "chunks").rglob("*"):
+            if path.is_file():
+                path.unlink()
         with open_repository(service.url, cache=tmp_path / "node") as again, session_of(again) as session:
             assert torch.equal(session.graft(info.id).logits, fresh)
 

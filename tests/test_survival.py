@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import INSIDE, Place
 from pushing import Artifact, expire_pushes, push
 from synthetic import artifact, fingerprint
 
@@ -26,18 +26,20 @@ from repo_service.services import repository as services
 from repo_service.services.documents import divergence_place, entry_key, manifest_key, policy_key
 from repo_service.services.read import read_entry
 from repo_service.services.repository import LocalRepository, open_local
-from repo_service.storage import LocalStore
+from repo_service.storage import S3Store, Store
+
+pytestmark = pytest.mark.everywhere
 
 SHARED = random.Random(1).choices(range(1000), k=32)
 X, Y = (artifact([*SHARED, *range(n, n + 20)], fingerprint()) for n in (0, 500))
 
 
 @pytest.fixture
-def url(root: Path) -> str:
+def url(root: Place) -> str:
     return root.as_uri()
 
 
-def lose_index(root: Path) -> None:
+def lose_index(root: Place) -> None:
     for path in root.glob("index.sqlite*"):
         path.unlink()
 
@@ -47,26 +49,27 @@ def whole(repository: LocalRepository, made: Artifact) -> bool:
 
 
 @contextmanager
-def unreadable(root: Path, made: Artifact) -> Iterator[None]:
+def unreadable(root: Place, made: Artifact) -> Iterator[None]:
     """The artifact's manifest can't be read for a while."""
-    with unreadable_file(root, manifest_key(made[0].id)):
+    with unreadable_document(root, manifest_key(made[0].id)):
         yield
 
 
 @contextmanager
-def unreadable_file(root: Path, key: str) -> Iterator[None]:
-    path, aside = root / key, root.parent / key.replace("/", "-")
-    path.rename(aside)
-    path.symlink_to(path)
+def unreadable_document(root: Place, key: str) -> Iterator[None]:
+    path = root / key
+    data = path.read_bytes()
+    path.write_bytes(data[:-1])
     try:
         yield
     finally:
-        aside.rename(path)
+        path.write_bytes(data)
 
 
+@pytest.mark.everywhere(but={"postgres": INSIDE, "s3": INSIDE})
 @pytest.mark.parametrize("how", ["killed", "failed"])
 def test_the_rebuild_of_a_lost_index_that_did_not_finish_is_done_again(
-    root: Path, url: str, how: str, monkeypatch: pytest.MonkeyPatch
+    root: Place, url: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next opening served an empty index, and deletions took the chunks of what it did not know."""
     with open_local(url) as repository:
@@ -93,7 +96,8 @@ def test_the_rebuild_of_a_lost_index_that_did_not_finish_is_done_again(
         assert whole(repository, X)
 
 
-def test_whoever_opens_while_a_lost_index_is_rebuilt_waits_for_it(root: Path, url: str) -> None:
+@pytest.mark.everywhere(but={"postgres": INSIDE, "s3": INSIDE})
+def test_whoever_opens_while_a_lost_index_is_rebuilt_waits_for_it(root: Place, url: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
     lose_index(root)
@@ -111,7 +115,7 @@ def test_whoever_opens_while_a_lost_index_is_rebuilt_waits_for_it(root: Path, ur
     assert seen == [True] * 4
 
 
-def test_an_artifact_keeps_its_rows_while_it_cannot_be_read(root: Path, url: str) -> None:
+def test_an_artifact_keeps_its_rows_while_it_cannot_be_read(root: Place, url: str) -> None:
     """A reindex on a disk that failed left out what the index knew."""
     with open_local(url) as repository:
         push(repository, X)
@@ -120,7 +124,7 @@ def test_an_artifact_keeps_its_rows_while_it_cannot_be_read(root: Path, url: str
         repository.set_tag("default", "other", Y[0].id)
         index = repository._index
         before = index.dump()
-        with unreadable(root, X), unreadable_file(root, "tags/default/other.json"):
+        with unreadable(root, X), unreadable_document(root, "tags/default/other.json"):
             assert len(repository.reindex().corrupt) == 2, "the entry and a tag"
             assert index.dump() == before
             repository.delete(Y[0].id, "default")
@@ -134,7 +138,7 @@ def test_an_artifact_keeps_its_rows_while_it_cannot_be_read(root: Path, url: str
 
 
 def test_rows_of_an_artifact_that_is_gone_are_not_kept_for_its_being_unreadable_before(
-    root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    root: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever removed it did so while the store was read once more."""
     with open_local(url) as repository:
@@ -163,7 +167,7 @@ def test_a_store_that_reads_now_and_then_only_is_named(url: str, monkeypatch: py
         before = repository._index.dump()
         calls = itertools.count()
 
-        def now_and_then(store: LocalStore, key: str) -> Entry | None:
+        def now_and_then(store: Store, key: str) -> Entry | None:
             if next(calls) % 2 == 0:
                 raise DocumentCorrupt("the disk is dying")
             return read_entry(store, key)
@@ -174,7 +178,8 @@ def test_a_store_that_reads_now_and_then_only_is_named(url: str, monkeypatch: py
         assert repository._index.dump() == before
 
 
-def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: str) -> None:
+@pytest.mark.everywhere(but={"postgres": INSIDE, "s3": INSIDE})
+def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Place, url: str) -> None:
     """A new index did not know it, and a deletion took what it shares with another."""
     with open_local(url) as repository:
         push(repository, X)
@@ -198,22 +203,24 @@ def test_what_an_artifact_needs_stays_while_it_cannot_be_read(root: Path, url: s
 
 
 def test_a_note_whose_entry_cannot_be_read_keeps_what_the_entry_needs(
-    root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    root: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process died between entry and index; then the manifest could not be read for a while."""
     open_local(url).close()
     child = os.fork()
     if child == 0:
-        put = LocalStore.put
-
-        def last(self: LocalStore, key: str, data: bytes) -> None:
-            put(self, key, data)
-            if key.startswith("entries/"):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        monkeypatch.setattr(LocalStore, "put", last)
         try:
-            push(open_local(url), X)
+            repository = open_local(url)
+            store = type(repository._store)
+            put = store.put
+
+            def last(self: Store, key: str, data: bytes) -> None:
+                put(self, key, data)
+                if key.startswith("entries/"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            monkeypatch.setattr(store, "put", last)
+            push(repository, X)
         finally:
             os._exit(1)
     os.waitpid(child, 0)
@@ -226,7 +233,7 @@ def test_a_note_whose_entry_cannot_be_read_keeps_what_the_entry_needs(
         assert repository.collect_garbage(grace_s=0).unreadable == []
 
 
-def test_an_artifact_that_cannot_be_read_can_be_removed(root: Path, url: str) -> None:
+def test_an_artifact_that_cannot_be_read_can_be_removed(root: Place, url: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
         (root / manifest_key(X[0].id)).unlink()
@@ -240,20 +247,26 @@ def test_an_artifact_that_cannot_be_read_can_be_removed(root: Path, url: str) ->
 
 
 def test_what_cannot_be_removed_is_named_and_the_rest_goes(
-    root: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    root: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One file that could not be unlinked stopped all reclaiming."""
     with open_local(url) as repository:
         push(repository, X)
         stuck = next(path for path in sorted((root / "chunks").rglob("*")) if path.is_file())
-        unlink = os.unlink
+        unlink, delete = os.unlink, S3Store.delete
 
         def fail(path: str, **options: int) -> None:
             if str(path) == str(stuck):
                 raise OSError(errno.EPERM, os.strerror(errno.EPERM))
             unlink(path, **options)
 
+        def refuse(store: S3Store, key: str, **options: bool) -> None:
+            if key == str(stuck.relative_to(root)):
+                raise Unavailable("403 AccessDenied")
+            delete(store, key, **options)
+
         monkeypatch.setattr(os, "unlink", fail)
+        monkeypatch.setattr(S3Store, "delete", refuse)
         repository.delete(X[0].id, "default")
         assert [path for path in (root / "chunks").rglob("*") if path.is_file()] == [stuck]
         report = repository.collect_garbage(grace_s=0)
@@ -263,9 +276,10 @@ def test_what_cannot_be_removed_is_named_and_the_rest_goes(
         assert (report.chunks, report.stuck) == (1, [])
 
 
+@pytest.mark.everywhere(but={"s3": "a bucket holds nothing but objects"})
 @pytest.mark.parametrize("what", ["loop", "pipe", "directory"])
 @pytest.mark.parametrize("kind", ["chunks", "blocks", "artifacts", "entries"])
-def test_something_else_in_a_files_place_is_damage(root: Path, url: str, kind: str, what: str) -> None:
+def test_something_else_in_a_files_place_is_damage(root: Place, url: str, kind: str, what: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
         push(repository, Y)
@@ -288,7 +302,7 @@ def test_something_else_in_a_files_place_is_damage(root: Path, url: str, kind: s
         repository.reindex()
 
 
-def test_a_scrub_reads_policies_and_every_divergence(root: Path, url: str) -> None:
+def test_a_scrub_reads_policies_and_every_divergence(root: Place, url: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
         now = datetime.now(UTC)
@@ -309,7 +323,7 @@ def test_a_scrub_reads_policies_and_every_divergence(root: Path, url: str) -> No
         assert {item.kind for item in repository.scrub().damage} == {"divergence", "policy"}
 
 
-def test_a_scrub_takes_back_damage_that_is_none(root: Path, url: str) -> None:
+def test_a_scrub_takes_back_damage_that_is_none(root: Place, url: str) -> None:
     with open_local(url) as repository:
         push(repository, X)
         path = next(path for path in (root / "chunks").rglob("*") if path.is_file())
@@ -351,7 +365,8 @@ def test_a_child_writes_although_its_parent_wrote_when_it_was_born(url: str) -> 
             writer.join()
 
 
-def test_a_job_runs_where_its_lock_file_cannot_be_made(root: Path, url: str) -> None:
+@pytest.mark.everywhere(but={"postgres": "its locks are no files", "s3": INSIDE})
+def test_a_job_runs_where_its_lock_file_cannot_be_made(root: Place, url: str) -> None:
     with open_local(url) as repository:
         (root / "index.sqlite-gc").mkdir()
         with repository.alone("gc") as ours:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from places import Place
@@ -19,20 +18,15 @@ from repo_service.domain.manifest import Manifest
 from repo_service.domain.repository import Repository
 from repo_service.services.read import held_chunks
 
-pytestmark = pytest.mark.on_s3
+pytestmark = pytest.mark.everywhere
 
 FLIPS, TRUNCATIONS = 1000, 100
 KINDS = ("chunks", "blocks", "artifacts")
 
 
 @pytest.fixture(scope="module")
-def root(module_root: Place) -> Place:
-    return module_root
-
-
-@pytest.fixture(scope="module")
-def stored(root: Place) -> Manifest:
-    with open_repository(root.as_uri()) as repository:
+def stored(module_root: Place) -> Manifest:
+    with open_repository(module_root.as_uri()) as repository:
         made = artifact(random.Random(1).choices(range(1000), k=200), fingerprint())
         push(repository, made)
         return made[0]
@@ -89,22 +83,22 @@ def check_damage(repository: Repository, root: Place, manifest: Manifest, flips:
     read_everything(repository, manifest.id)
 
 
-def test_every_bit_flip_and_truncation_is_found_on_read(root: Place, stored: Manifest) -> None:
-    with open_repository(root.as_uri()) as repository:
-        check_damage(repository, root, stored, FLIPS, TRUNCATIONS)
+def test_every_bit_flip_and_truncation_is_found_on_read(module_root: Place, stored: Manifest) -> None:
+    with open_repository(module_root.as_uri()) as repository:
+        check_damage(repository, module_root, stored, FLIPS, TRUNCATIONS)
 
 
-def test_every_bit_flip_and_truncation_is_found_through_the_service(root: Place, stored: Manifest) -> None:
-    with served(root.as_uri()) as url, open_repository(url) as repository:
-        check_damage(repository, root, stored, 200, 40)
+def test_every_bit_flip_and_truncation_is_found_through_the_service(module_root: Place, stored: Manifest) -> None:
+    with served(module_root.as_uri()) as url, open_repository(url) as repository:
+        check_damage(repository, module_root, stored, 200, 40)
 
 
-@pytest.mark.on_s3(always=True)
-def test_the_error_names_the_chunk_and_checking_reports_it(root: Place, stored: Manifest) -> None:
-    with open_repository(root.as_uri()) as repository:
+@pytest.mark.everywhere(always=True)
+def test_the_error_names_the_chunk_and_checking_reports_it(module_root: Place, stored: Manifest) -> None:
+    with open_repository(module_root.as_uri()) as repository:
         digest = repository.records(stored, "default")[3].chunks["full/v"][0]
         spec = held_chunks(stored, repository.records(stored, "default"))[digest]
-        path = root / "chunks" / digest[7:9] / digest[9:]
+        path = module_root / "chunks" / digest[7:9] / digest[9:]
         with damaged(path, flipped(path.read_bytes(), random.Random(3))):
             with pytest.raises(ChunkCorrupt, match=digest):
                 repository.read_chunk(stored.id, "default", digest, spec, memoryview(bytearray(spec.size)))
@@ -112,10 +106,10 @@ def test_the_error_names_the_chunk_and_checking_reports_it(root: Place, stored: 
         assert repository.check(stored.id, "default").ok
 
 
-def test_a_lost_file_is_corruption_not_zeros(root: Place, stored: Manifest) -> None:
-    with open_repository(root.as_uri()) as repository:
+def test_a_lost_file_is_corruption_not_zeros(module_root: Place, stored: Manifest) -> None:
+    with open_repository(module_root.as_uri()) as repository:
         for kind in KINDS:
-            path = next(p for p in (root / kind).rglob("*") if p.is_file())
+            path = next(p for p in (module_root / kind).rglob("*") if p.is_file())
             hidden = path.with_name("hidden")
             path.rename(hidden)
             with pytest.raises(Corrupt):
@@ -124,12 +118,12 @@ def test_a_lost_file_is_corruption_not_zeros(root: Place, stored: Manifest) -> N
 
 
 @pytest.mark.parametrize("kind", ["blocks", "artifacts"])
-def test_pushing_again_heals_a_damaged_document(tmp_path: Path, kind: str) -> None:
-    with open_repository(f"file://{tmp_path}/repository") as repository:
+def test_pushing_again_heals_a_damaged_document(root: Place, kind: str) -> None:
+    with open_repository(root.as_uri()) as repository:
         made = artifact(list(range(40)), fingerprint())
         push(repository, made)
         generator = random.Random(5)
-        for path in sorted(p for p in (tmp_path / "repository" / kind).rglob("*") if p.is_file()):
+        for path in sorted(p for p in (root / kind).rglob("*") if p.is_file()):
             for _ in range(5):
                 path.write_bytes(flipped(path.read_bytes(), generator))
                 push(repository, made)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 import zarr
+from places import Place
 from synthetic import artifact
 from test_zarr_store import assembled
 from test_zarr_view import TOKENS, many_dtypes, push
@@ -23,10 +24,12 @@ from repo_service.services.export import export_artifact, import_artifact
 from repo_service.services.repository import LocalRepository, open_local
 from repo_service.settings import Settings
 
+pytestmark = pytest.mark.everywhere
+
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Iterator[LocalRepository]:
-    with open_local(f"file://{tmp_path}/repository") as opened:
+def repository(root: Place) -> Iterator[LocalRepository]:
+    with open_local(root.as_uri()) as opened:
         yield opened
 
 
@@ -58,8 +61,8 @@ def test_zarr_python_and_tensorstore_read_the_artifacts_bits(repository: LocalRe
     manifest, records, chunks = made
     push(repository, made, "team-a")
     repository.set_tag("team-a", "latest", manifest.id)
-    root = f"{url}/v1/namespaces/team-a/artifacts/{manifest.id}/zarr"
-    for opened in root, root.replace(manifest.id, "latest"):
+    group_url = f"{url}/v1/namespaces/team-a/artifacts/{manifest.id}/zarr"
+    for opened in group_url, group_url.replace(manifest.id, "latest"):
         group = zarr.open_group(opened, mode="r")
         assert group.attrs["artifact_id"] == manifest.id
         assert {"full/k", "sliding/c", "c/k", "tokens"} < set(dict(group.members(max_depth=None)))
@@ -71,34 +74,34 @@ def test_zarr_python_and_tensorstore_read_the_artifacts_bits(repository: LocalRe
 
 
 def test_i3_a_lost_chunk_is_an_error_not_zeros_in_both_readers(
-    repository: LocalRepository, url: str, tmp_path: Path
+    repository: LocalRepository, url: str, root: Place
 ) -> None:
     made = artifact(TOKENS)
     manifest, records, _ = made
     push(repository, made)
-    root = f"{url}/v1/artifacts/{manifest.id}/zarr"
-    array = zarr.open_group(root, mode="r")["full/k"]
+    group_url = f"{url}/v1/artifacts/{manifest.id}/zarr"
+    array = zarr.open_group(group_url, mode="r")["full/k"]
     name = records[1].chunks["full/k"][0].removeprefix("blake3:")
-    (tmp_path / "repository" / "chunks" / name[:2] / name[2:]).unlink()
+    (root / "chunks" / name[:2] / name[2:]).unlink()
     assert array[0].any()
     with pytest.raises(Exception, match=r"HTTP code|status|message="):
         array[:]
     with pytest.raises(ValueError, match="HTTP code"):
-        tensorstore_array(root, "full/k")
+        tensorstore_array(group_url, "full/k")
 
 
 def test_i3_an_artifact_deleted_while_a_reader_is_open_is_an_error_not_the_fill_value(
     repository: LocalRepository, url: str
 ) -> None:
     manifest = push(repository, artifact(TOKENS, many_dtypes()))
-    root = f"{url}/v1/artifacts/{manifest.id}/zarr"
-    array = zarr.open_group(root, mode="r")["full/k"]
+    group_url = f"{url}/v1/artifacts/{manifest.id}/zarr"
+    array = zarr.open_group(group_url, mode="r")["full/k"]
     repository.delete(manifest.id, "default")
     with pytest.raises(Exception, match=r"410|Gone"):
         array[:]
 
 
-def test_a_remote_repository_opens_as_zarr(repository: LocalRepository, url: str, tmp_path: Path) -> None:
+def test_a_remote_repository_opens_as_zarr(repository: LocalRepository, url: str, root: Place) -> None:
     made = artifact(TOKENS, many_dtypes())
     manifest, records, chunks = made
     push(repository, made)
@@ -108,7 +111,7 @@ def test_a_remote_repository_opens_as_zarr(repository: LocalRepository, url: str
             assert group[name][:].tobytes() == assembled(layout, name, records, chunks).tobytes()
         digest = records[2].chunks["c/k"][1]
         name = digest.removeprefix("blake3:")
-        (tmp_path / "repository" / "chunks" / name[:2] / name[2:]).unlink()
+        (root / "chunks" / name[:2] / name[2:]).unlink()
         with pytest.raises(ChunkCorrupt, match=digest):
             group["c/k"][2]
 

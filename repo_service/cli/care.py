@@ -135,7 +135,7 @@ def reindex(
     take_over: Annotated[
         bool,
         typer.Option(
-            "--take-over", help="Make the index that KVGRAFT_INDEX names an S3 repository's, in place of another."
+            "--take-over", help="Make the index that KVGRAFT_INDEX names the repository's, in place of another."
         ),
     ] = False,
     repo: Repo = DEFAULT_REPO,

@@ -38,8 +38,8 @@ def open_repository(
     create
         Make a new repository where a ``file:`` or ``s3:`` URL has none.
     index
-        URL of the index of an ``s3:`` repository, ``KVGRAFT_INDEX`` by default: ``sqlite:///path`` where one
-        machine uses it.
+        URL of the index of an ``s3:`` repository, or of a directory that has it elsewhere; ``KVGRAFT_INDEX`` by
+        default. ``sqlite:///path`` where one machine uses it.
     cache
         Where chunks that come from another machine are kept on this one: a `NodeCache`, a directory, or ``off``; by
         default what ``KVGRAFT_CACHE_DIR`` says.

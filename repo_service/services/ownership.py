@@ -51,8 +51,8 @@ class Ownership:
         if document is None or document.index != self._index_id:
             owner = "no index, since its index.json is gone" if document is None else f"the index {document.index}"
             raise Conflict(
-                f"the repository {self._where} belongs to {owner}; this is the index {self._index_id}. Use the one it "
-                f"belongs to, or, if nobody uses that any more, run {TAKE_OVER}",
+                f"the repository {self._where} belongs to {owner}; this is the index {self._index_id}. Name the one "
+                f"it belongs to (KVGRAFT_INDEX), or, if nobody uses that any more, run {TAKE_OVER}",
                 index=self._index_id,
                 owner=None if document is None else document.index,
             )

@@ -56,10 +56,14 @@ def find_place(url: str, *, create: bool, index_url: str | None = None) -> Place
         return _in_a_bucket(url, create=create, index_url=index_url or os.environ.get(INDEX_VARIABLE))
     root = _directory(url)
     prepare_directory(root, create=create)
+    has_owner = index_url is not None or (root / OWNER).exists()
+    if index_url is None and has_owner:
+        # The variable may be meant for another repository: a directory that never had its index elsewhere keeps to its own.
+        index_url = os.environ.get(INDEX_VARIABLE)
     return Place(
         LocalStore(root),
         index_url or f"sqlite:///{root}/{_INDEX_FILE}",
-        has_owner=index_url is not None or (root / OWNER).exists(),
+        has_owner=has_owner,
         reserve=Reserve(root / f"{_INDEX_FILE}-reserve"),
     )
 

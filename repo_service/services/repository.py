@@ -70,7 +70,7 @@ def open_local(
         Make a new repository if there is none, and nothing else.
     index_url
         The index. A directory holds its own unless told otherwise; an S3 repository needs one, here or
-        in ``KVGRAFT_INDEX``.
+        in ``KVGRAFT_INDEX``, and so does a directory whose index was once elsewhere.
     take_over
         Make this index the repository's, whichever it had; `LocalRepository.reindex` is to follow.
 
