@@ -28,6 +28,7 @@ class RepositoryInfo(View):
 
     repository_id: str
     format_version: int
+    codec: str = Field("none", description="What chunks are stored with; none is their bytes as they are.")
     server_version: str
 
 

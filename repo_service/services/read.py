@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from repo_service.domain.digest import ChunkHasher
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, Corrupt, DocumentCorrupt
+from repo_service.domain.frame import MAX_FRAME_BYTES, NONE, decode_chunk
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest, require_digest
 from repo_service.domain.record import BlockRecord
@@ -23,6 +25,9 @@ from repo_service.storage import Store
 
 _HOLDINGS_KEPT = 32
 _HOLDINGS_TRUSTED_S = 1.0
+
+# Frames are read into these, as many as were ever read at once; fresh memory would cost more than decoding.
+_frame_memory: list[memoryview] = []
 
 
 def read_manifest(store: Store, artifact_id: str) -> Manifest:
@@ -58,19 +63,21 @@ def read_record(store: Store, namespace: str, key: str, digest: str) -> BlockRec
 
 
 def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> None:
-    """Read a chunk into ``out``, hashing it on the way.
+    """Read a chunk into ``out``, decoded and verified.
 
     Raises
     ------
     ChunkCorrupt
     """
+    if store.codec == NONE:
+        _read_raw(store, digest, spec, out[: spec.size])
+    else:
+        _read_frame(store, digest, spec, out[: spec.size])
+
+
+def _read_raw(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> None:
     hasher = ChunkHasher(spec.dtype, spec.shape)
-    try:
-        size = store.read_into(chunk_key(digest), out[: spec.size], hasher.update)
-    except DocumentCorrupt as error:
-        raise ChunkCorrupt(f"the chunk {digest} can't be read: {error.message}", digest=digest) from error
-    if size is None:
-        raise ChunkCorrupt(f"the chunk {digest} is missing from the store", digest=digest)
+    size = _read_object(store, digest, out, hasher.update)
     if size != spec.size:
         raise ChunkCorrupt(f"the chunk {digest} has {size} bytes; it must have {spec.size}", digest=digest)
     found = hasher.digest()
@@ -78,6 +85,31 @@ def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> N
         raise ChunkCorrupt(
             f"the chunk {digest} reads as {found}: its stored bytes were altered", digest=digest, found=found
         )
+
+
+def _read_frame(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+    try:
+        memory = _frame_memory.pop()
+    except IndexError:
+        memory = memoryview(mmap(-1, MAX_FRAME_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS))
+    # After a failure something may still write into the memory, and it is left to it.
+    size = _read_object(store, digest, memory, lambda _: None)
+    if size > len(memory):
+        raise ChunkCorrupt(
+            f"the chunk {digest} is stored in {size} bytes; no frame has more than {len(memory)}", digest=digest
+        )
+    decode_chunk(memory[:size], digest, spec, out)
+    _frame_memory.append(memory)
+
+
+def _read_object(store: Store, digest: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
+    try:
+        size = store.read_into(chunk_key(digest), out, seen)
+    except DocumentCorrupt as error:
+        raise ChunkCorrupt(f"the chunk {digest} can't be read: {error.message}", digest=digest) from error
+    if size is None:
+        raise ChunkCorrupt(f"the chunk {digest} is missing from the store", digest=digest)
+    return size
 
 
 def read_tokens(store: Store, manifest: Manifest) -> list[int] | None:
