@@ -142,14 +142,14 @@ def read_marker(store: Store, where: str) -> Marker:
             supported=FORMAT_VERSION,
         )
     codec = value.get("codec") if version == _FRAMED else NONE
-    if isinstance(codec, str) and codec not in CODECS:
+    marker = Marker(repository_id, str(codec))
+    if codec is None or marker.version != version:
+        raise NotARepository(f"{where} has a {MARKER} of another kind")
+    if codec not in CODECS:
         raise NewerFormat(
-            f"the chunks of the repository at {where} are stored with the codec {codec[:40]!r}; this kvgraft knows "
-            f"{', '.join(CODECS)}: upgrade kvgraft",
-            found=codec,
+            f"the chunks of the repository at {where} are stored with the codec {marker.codec[:40]!r}; this kvgraft "
+            f"knows {', '.join(CODECS)}: upgrade kvgraft",
+            found=marker.codec,
             supported=list(CODECS),
         )
-    marker = Marker(repository_id, str(codec))
-    if marker.version != version:
-        raise NotARepository(f"{where} has a {MARKER} of another kind")
     return marker
