@@ -272,6 +272,8 @@ def test_an_encoded_repository_serves_what_was_pushed(repository: Repository, ro
     assert (info.format_version, info.codec) == (2, BLOSC)
     frames = {digest: path.read_bytes() for digest, path in stored(root).items()}
     assert frames.keys() == MADE[2].keys()
+    report = repository.scrub()
+    assert (report.bytes, report.stored_bytes) == (sum(map(len, MADE[2].values())), sum(map(len, frames.values())))
     used = {parts(frame)[0]["codec"] for frame in frames.values()}
     assert used == {BLOSC, NONE}, "what does not become smaller is not encoded"
     stats = repository.stats("default")
@@ -390,6 +392,8 @@ def test_stats_name_the_codec(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["repository"]["codec"] == BLOSC
     main(["stats", "--repo", url])
     assert BLOSC in capsys.readouterr().out
+    main(["scrub", "--repo", url])
+    assert ", stored in " in capsys.readouterr().out
 
 
 @pytest.fixture

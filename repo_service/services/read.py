@@ -62,20 +62,19 @@ def read_record(store: Store, namespace: str, key: str, digest: str) -> BlockRec
     return BlockRecord.parse(require_digest(data, digest, "block record"))
 
 
-def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> None:
-    """Read a chunk into ``out``, decoded and verified.
+def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> int:
+    """Read a chunk into ``out``, decoded and verified; returns in how many bytes it is stored.
 
     Raises
     ------
     ChunkCorrupt
     """
     if store.codec == NONE:
-        _read_raw(store, digest, spec, out[: spec.size])
-    else:
-        _read_frame(store, digest, spec, out[: spec.size])
+        return _read_raw(store, digest, spec, out[: spec.size])
+    return _read_frame(store, digest, spec, out[: spec.size])
 
 
-def _read_raw(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+def _read_raw(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> int:
     hasher = ChunkHasher(spec.dtype, spec.shape)
     size = _read_object(store, digest, out, hasher.update)
     if size != spec.size:
@@ -85,9 +84,10 @@ def _read_raw(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> No
         raise ChunkCorrupt(
             f"the chunk {digest} reads as {found}: its stored bytes were altered", digest=digest, found=found
         )
+    return size
 
 
-def _read_frame(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+def _read_frame(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> int:
     try:
         memory = _frame_memory.pop()
     except IndexError:
@@ -100,6 +100,7 @@ def _read_frame(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> 
         )
     decode_chunk(memory[:size], digest, spec, out)
     _frame_memory.append(memory)
+    return size
 
 
 def _read_object(store: Store, digest: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
