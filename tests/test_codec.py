@@ -467,8 +467,7 @@ def test_a_scrub_finds_an_encoder_that_lied(tmp_path: Path) -> None:
         assert found.name == digest
 
 
-@pytest.mark.parametrize("how", ["embedded", "service"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("how", "dtype"), [("embedded", torch.float32), ("service", torch.bfloat16)], ids=str)
 @pytest.mark.usefixtures("encoded")
 def test_a_graft_out_of_an_encoded_repository_gives_the_logits_of_a_fresh_run(
     tmp_path: Path, how: str, dtype: torch.dtype
