@@ -36,7 +36,7 @@ from repo_service.client.repair import repair
 from repo_service.domain.canonical import canonical_json
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import ChunkCorrupt, InvalidInput, NewerFormat, NotARepository
-from repo_service.domain.frame import BLOSC, CODECS, MAGIC, MAX_FRAME_BYTES, NONE, decode_chunk, encode_chunk
+from repo_service.domain.frame import BLOSC, CODECS, MAGIC, NONE, decode_chunk, encode_chunk, longest_frame
 from repo_service.domain.layout import DTYPE_BYTES, ChunkSpec
 from repo_service.domain.repository import Repository
 from repo_service.domain.schedule import canonical_steps
@@ -105,7 +105,7 @@ def test_every_chunk_comes_back_bit_for_bit(chunk: tuple[ChunkSpec, bytes], code
     assert decoded(frame, spec, chunk_digest(data, spec.dtype, spec.shape)) == data
     assert len(payload) <= spec.size
     assert (header["codec"] == BLOSC) == (len(payload) < spec.size)
-    assert len(frame) <= MAX_FRAME_BYTES
+    assert len(frame) <= longest_frame(spec)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
@@ -223,8 +223,8 @@ def test_a_payload_made_to_deceive_gives_that_chunk_or_an_error(changes: list[tu
 def test_an_object_of_any_size_is_read_into_bounded_memory() -> None:
     store = MemoryStore()
     store.codec = BLOSC
-    store.put(chunk_key(DIGEST), FRAME + bytes(MAX_FRAME_BYTES))
-    with pytest.raises(ChunkCorrupt, match=f"{len(FRAME) + MAX_FRAME_BYTES} bytes; no frame has more"):
+    store.put(chunk_key(DIGEST), FRAME + bytes(1000))
+    with pytest.raises(ChunkCorrupt, match=f"{len(FRAME) + 1000} bytes; its frame can't have more than 1036"):
         read_chunk(store, DIGEST, SPEC, memoryview(bytearray(SPEC.size)))
 
 

@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 from repo_service.domain.canonical import canonical_json, parse_json
 from repo_service.domain.digest import blake3_digest, chunk_digest
 from repo_service.domain.errors import UNREADABLE, ChunkCorrupt, InvalidInput
-from repo_service.domain.layout import DTYPE_BYTES, MAX_CHUNK_BYTES, ChunkSpec
+from repo_service.domain.layout import DTYPE_BYTES, ChunkSpec
 
 MAGIC = b"kvgchunk"
 MAX_HEADER_BYTES = 512
@@ -24,9 +24,6 @@ BLOSC = "blosc-lz4-bitshuffle"
 CODECS = (NONE, BLOSC)
 
 _START = len(MAGIC) + 4
-
-# What a payload adds to the chunk's own size at most: nothing, for what does not become smaller is not encoded.
-MAX_FRAME_BYTES = _START + MAX_HEADER_BYTES + MAX_CHUNK_BYTES
 
 _LEVEL = 5
 _ELEMENTS: dict[int, Literal["B", "H", "I"]] = {1: "B", 2: "H", 4: "I"}
@@ -47,6 +44,11 @@ def check_codec(name: str) -> str:
     if name not in CODECS:
         raise InvalidInput(f"the codec {name[:40]!r} is not known; there are {', '.join(CODECS)}", codecs=list(CODECS))
     return name
+
+
+def longest_frame(spec: ChunkSpec) -> int:
+    """The most bytes that a chunk's frame may have: what does not become smaller is not encoded."""
+    return _START + MAX_HEADER_BYTES + spec.size
 
 
 def encode_chunk(data: Buffer, spec: ChunkSpec, codec: str) -> bytes:
@@ -74,7 +76,7 @@ def encode_chunk(data: Buffer, spec: ChunkSpec, codec: str) -> bytes:
 def decode_chunk(frame: memoryview, digest: str, spec: ChunkSpec, out: memoryview) -> None:
     """Decode a frame into ``out`` (writable, ``spec.size`` bytes) and verify the chunk (I3).
 
-    No memory is taken but for ``out``, and no decoder sees a payload that is not whole.
+    What the frame says of sizes is compared, never used, and no decoder sees a payload that is not whole.
 
     Raises
     ------
@@ -115,11 +117,7 @@ def _opened(frame: memoryview, digest: str, spec: ChunkSpec) -> tuple[str, memor
         _refuse(digest, f"can't be read, for {error.message}")
     codec = header.get("codec") if isinstance(header, dict) else None
     if codec not in CODECS:
-        _refuse(
-            digest,
-            f"is stored with the codec {str(codec)[:40]!r}, and this kvgraft reads {', '.join(CODECS)}",
-            codec=codec,
-        )
+        _refuse(digest, f"is stored with the codec {str(codec)[:40]!r}, and this kvgraft reads {', '.join(CODECS)}")
     expected = _header(codec, spec, payload)
     if text != canonical_json(expected):
         wrong = [

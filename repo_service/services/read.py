@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 from repo_service.domain.digest import ChunkHasher
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, Corrupt, DocumentCorrupt
-from repo_service.domain.frame import MAX_FRAME_BYTES, NONE, decode_chunk
+from repo_service.domain.frame import NONE, decode_chunk, longest_frame
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest, require_digest
 from repo_service.domain.record import BlockRecord
@@ -25,9 +24,6 @@ from repo_service.storage import Store
 
 _HOLDINGS_KEPT = 32
 _HOLDINGS_TRUSTED_S = 1.0
-
-# Frames are read into these, as many as were ever read at once; fresh memory would cost more than decoding.
-_frame_memory: list[memoryview] = []
 
 
 def read_manifest(store: Store, artifact_id: str) -> Manifest:
@@ -88,18 +84,13 @@ def _read_raw(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> in
 
 
 def _read_frame(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> int:
-    try:
-        memory = _frame_memory.pop()
-    except IndexError:
-        memory = memoryview(mmap(-1, MAX_FRAME_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS))
-    # After a failure something may still write into the memory, and it is left to it.
+    memory = memoryview(bytearray(longest_frame(spec)))
     size = _read_object(store, digest, memory, lambda _: None)
     if size > len(memory):
         raise ChunkCorrupt(
-            f"the chunk {digest} is stored in {size} bytes; no frame has more than {len(memory)}", digest=digest
+            f"the chunk {digest} is stored in {size} bytes; its frame can't have more than {len(memory)}", digest=digest
         )
     decode_chunk(memory[:size], digest, spec, out)
-    _frame_memory.append(memory)
     return size
 
 
