@@ -28,6 +28,7 @@ class RepositoryInfo(View):
 
     repository_id: str
     format_version: int
+    codec: str = Field("none", description="What chunks are stored with; none is their bytes as they are.")
     server_version: str
 
 
@@ -266,6 +267,7 @@ class ScrubReport(View):
     block_records: int
     chunks: int
     bytes: int = Field(description="Bytes of chunks read.")
+    stored_bytes: int = Field(0, description="Bytes that they take in the store, as it encodes them.")
     complete: bool = Field(description="False where the scrub was ended before it had read everything.")
     damaged: int = Field(description="Damaged objects, healed ones included.")
     damage: list[Damage] = Field(description="The first 1,000 of them.")

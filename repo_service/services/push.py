@@ -24,6 +24,7 @@ from repo_service.domain.errors import (
 )
 from repo_service.domain.errors import Divergence as DivergenceError
 from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.frame import NONE, encode_chunk
 from repo_service.domain.layout import ChunkSpec, Layout
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import check_namespace
@@ -152,7 +153,8 @@ class LocalPush(Push):
         found = chunk_digest(data, spec.dtype, spec.shape)
         if found != digest:
             raise DigestMismatch(f"the bytes sent as {digest} are {found}", digest=digest, found=found)
-        self._store.put(chunk_key(digest), data)
+        codec = self._store.codec
+        self._store.put(chunk_key(digest), data if codec == NONE else encode_chunk(data, spec, codec))
         self._index.arrived(self.id, digest)
         self._observer.stored(size)
 
