@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import struct
 import threading
 from collections import Counter
@@ -57,15 +58,17 @@ class Faults:
 
 
 @contextmanager
-def faulty(url: str) -> Iterator[Faults]:
-    """A proxy in front of the server at ``url``, on a free loopback port."""
+def faulty(url: str, tls: ssl.SSLContext | None = None) -> Iterator[Faults]:
+    """A proxy in front of the server at ``url``, on a free loopback port, and behind TLS if asked."""
     upstream = urlsplit(url).netloc
 
     class Handler(_Handler):
         server_netloc = upstream
 
     server = _Server(("127.0.0.1", 0), Handler)
-    faults = Faults(f"http://127.0.0.1:{server.server_address[1]}")
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    faults = Faults(f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}")
     Handler.faults = faults
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()

@@ -41,7 +41,11 @@ def read_records(store: Store, manifest: Manifest, namespace: str) -> list[Block
     ------
     DocumentCorrupt
     """
-    records = [read_record(store, namespace, key, digest) for key, digest in manifest.blocks]
+    if store.concurrency > 1 < len(manifest.blocks):
+        with ThreadPoolExecutor(store.concurrency) as pool:
+            records = list(pool.map(lambda block: read_record(store, namespace, *block), manifest.blocks))
+    else:
+        records = [read_record(store, namespace, key, digest) for key, digest in manifest.blocks]
     manifest.check_records(records)
     return records
 
