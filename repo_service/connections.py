@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import os
 import select
 import socket
 import ssl
@@ -54,7 +55,7 @@ class Answer(Protocol):
 
 
 class Pool:
-    """Connections to one server. Methods may be called from several threads.
+    """Connections to one server. Methods may be called from several threads, and after a fork.
 
     Parameters
     ----------
@@ -70,6 +71,7 @@ class Pool:
         self._new = partial(_Secure, host, port, context=context) if context else partial(_Plain, host, port)
         self._keep = keep
         self._idle: list[_Plain | _Secure] = []
+        self._process = os.getpid()
 
     @contextmanager
     def ask(
@@ -131,6 +133,12 @@ class Pool:
         return connection
 
     def _taken(self) -> _Plain | _Secure | None:
+        if os.getpid() != self._process:
+            # The connections are those of the process that this one was forked from; it goes on with them.
+            self._process = os.getpid()
+            inherited, self._idle = self._idle, []
+            for connection in inherited:
+                connection.close()
         try:
             return self._idle.pop()
         except IndexError:

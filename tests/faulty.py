@@ -36,6 +36,8 @@ class Faults:
         and never answered; ``body-stall``, no end of the answer's body; ``late``, passed on, answered never.
     stall_s
         How long a stalled request is held before its connection is closed.
+    hear
+        Given the headers of every request, their names in small letters.
     requests
         Method, path and Range of every request, in order.
     """
@@ -43,6 +45,7 @@ class Faults:
     url: str
     choose: Callable[[str, str], str | None] = lambda *_: None
     stall_s: float = 60
+    hear: Callable[[dict[str, str]], object] = lambda _: None
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     met: Counter[str] = field(default_factory=Counter)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -107,6 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         faults = self.faults
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         faults.requests.append((self.command, self.path, self.headers.get("Range")))
+        faults.hear({name.lower(): value for name, value in self.headers.items()})
         kind = faults.choose(self.command, self.path)
         if kind is not None:
             faults.met[kind] += 1

@@ -57,6 +57,7 @@ IN_NAMESPACES: dict[tuple[str, str], tuple[str, Any, int]] = {
     ("GET", "/artifacts/{ref}/blocks"): (READ, None, 404),
     ("POST", "/artifacts/{ref}/check"): (READ, None, 404),
     ("GET", "/artifacts/{artifact_id}/chunks/{digest}"): (READ, None, 404),
+    ("GET", "/artifacts/{artifact_id}/chunks/{digest}/urls"): (READ, None, 404),
     ("GET", "/artifacts/{ref}/zarr/{key}"): (READ, None, 410),
     ("HEAD", "/artifacts/{ref}/zarr/{key}"): (READ, None, 410),
     ("POST", "/artifacts/query"): (READ, {}, 200),

@@ -10,6 +10,7 @@ from urllib.parse import SplitResult
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import Buffer
 
+from repo_service.client.direct import DirectReads
 from repo_service.client.transport import RETRY_S, Transport
 from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope, check_token_id
 from repo_service.domain.canonical import canonical_json, parse_loose_json
@@ -77,6 +78,7 @@ class HttpRepository(Repository):
 
     def __init__(self, parts: SplitResult, token: str | None = None, *, retry_s: float = RETRY_S) -> None:
         self._transport = Transport(parts, token, retry_s=retry_s)
+        self._direct = DirectReads(self._transport)
         self.url = self._transport.url
 
     def info(self) -> RepositoryInfo:
@@ -125,7 +127,9 @@ class HttpRepository(Repository):
     def read_chunk(self, artifact_id: str, namespace: str, digest: str, spec: ChunkSpec, out: memoryview) -> None:
         parse_digest(artifact_id, SHA256)
         parse_digest(digest, BLAKE3)
-        self._transport.fetch_chunk(f"{_artifact(namespace, artifact_id)}/chunks/{digest}", digest, spec, out)
+        path = f"{_artifact(namespace, artifact_id)}/chunks/{digest}"
+        if not self._direct.read(path, digest, spec, out):
+            self._transport.fetch_chunk(path, digest, spec, out)
 
     def match(self, namespace: str, keys: Sequence[str]) -> Match | None:
         path = f"{_place(namespace)}/match"
@@ -198,6 +202,7 @@ class HttpRepository(Repository):
         return self._ask(AccessToken, "DELETE", f"/v1/tokens/{check_token_id(token_id)}")
 
     def close(self) -> None:
+        self._direct.close()
         self._transport.close()
 
     def _call(

@@ -32,6 +32,8 @@ CONNECT_S = 5.0
 READ_S = 60.0
 RETRY_S = 30.0
 
+USER_AGENT = f"kvgraft/{__version__}"
+
 CA_VARIABLE = "KVGRAFT_CA_FILE"
 
 # Bytes a second. A chunk of 8 MiB then has about the 10 minutes that a service gives to it.
@@ -46,11 +48,11 @@ _BUSY = (408, 429, 503)
 _MAX_ERROR_BYTES = 2**20
 
 
-class _TooSlow(Exception):
+class TooSlow(Exception):
     """A transfer below the slowest pace."""
 
 
-_LOST = (HTTPException, OSError, _TooSlow)
+LOST = (HTTPException, OSError, TooSlow)
 
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ class _Busy(Exception):
         self.delay_s = delay_s
 
 
-class _Pace:
+class Pace:
     """How long a transfer may go on: ``READ_S``, and a second for each ``_SLOWEST`` bytes that moved.
 
     Parameters
@@ -90,7 +92,7 @@ class _Pace:
         if self._is_awaited:
             return TimeoutError("timed out")
         took = time.monotonic() - self._began
-        return _TooSlow(
+        return TooSlow(
             f"{self._moved} bytes moved in {took:.0f} s; {READ_S:.0f} s are given, and 1 s more for each {_SLOWEST} bytes"
         )
 
@@ -128,12 +130,12 @@ class Transport:
     ) -> None:
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._retry_s = retry_s
-        self._headers = {"User-Agent": f"kvgraft/{__version__}"}
+        self._headers = {"User-Agent": USER_AGENT}
         if token is not None:
             if not token or not token.isascii() or not token.isprintable() or " " in token:
                 raise InvalidInput("the token must be printable ASCII without spaces")
             self._headers["Authorization"] = f"Bearer {token}"
-        trust = _trust() if parts.scheme == "https" else None
+        trust = trusted() if parts.scheme == "https" else None
         self._pool = Pool(parts.hostname or "", parts.port, trust, keep=connections)
 
     def call(
@@ -175,7 +177,7 @@ class Transport:
         ChunkCorrupt
             If what came is not what the digest names.
         """
-        self._send("GET", path, lambda answer: _read_chunk(answer, digest, spec, out))
+        self._send("GET", path, lambda answer: receive_chunk(answer, digest, spec, out))
 
     def close(self) -> None:
         self._pool.close()
@@ -200,7 +202,7 @@ class Transport:
                 # Nothing was begun of what the rate did not admit.
                 refused = isinstance(busy.error, RateLimited)
                 reason, wait, last = busy.error, busy.delay_s, not (again or refused)
-            except _LOST as error:
+            except LOST as error:
                 if isinstance(error, ssl.SSLCertVerificationError):
                     # No further attempt would mend it.
                     raise self._untrusted(error) from None
@@ -222,7 +224,7 @@ class Transport:
         read_s: float,
     ) -> T:
         everything = {**self._headers, **headers}
-        with self._pool.ask(method, path, everything, _Pace(read_s), body=body, connect_s=CONNECT_S) as answer:
+        with self._pool.ask(method, path, everything, Pace(read_s), body=body, connect_s=CONNECT_S) as answer:
             if not 200 <= answer.status < 300:
                 raise _refusal(answer, f"{method} {self.url}{path}")
             return use(answer)
@@ -236,12 +238,12 @@ class Transport:
 
     def _unanswered(self, method: str, error: Exception, unsent: bool) -> Unavailable:
         text = str(error).rpartition(": ")[2] or type(error).__name__
-        what = "is too slow" if isinstance(error, _TooSlow) else "does not answer"
+        what = "is too slow" if isinstance(error, TooSlow) else "does not answer"
         doubt = "" if unsent or method == "GET" else f"; whether the {method} was carried out is unknown"
         return Unavailable(f"{self.url} {what} ({text[:200]}){doubt}", url=self.url)
 
 
-def _trust() -> ssl.SSLContext:
+def trusted() -> ssl.SSLContext:
     """The system's authorities, and those in the file that `CA_VARIABLE` names.
 
     Raises
@@ -268,7 +270,14 @@ def _read(answer: HTTPResponse, limit: int) -> bytes:
     return data
 
 
-def _read_chunk(answer: HTTPResponse, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+def receive_chunk(answer: HTTPResponse, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+    """Read a chunk's decoded bytes out of an answer into ``out``, hashing them on the way.
+
+    Raises
+    ------
+    ChunkCorrupt
+        If what came is not what the digest names.
+    """
     announced = answer.headers.get("Content-Length")
     if announced != str(spec.size):
         raise ChunkCorrupt(

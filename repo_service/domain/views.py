@@ -31,6 +31,13 @@ class RepositoryInfo(View):
     server_version: str
 
 
+class ChunkUrls(View):
+    """Where to fetch chunks without the service in between."""
+
+    seconds: int = Field(description="How long the URLs are good.")
+    urls: dict[str, str] = Field(description="URLs by digest; none where all bytes go through the service.")
+
+
 class ArtifactInfo(View):
     """One published artifact, as the index knows it."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import dropwhile, islice
 
 from repo_service.domain.digest import ChunkHasher
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, Corrupt, DocumentCorrupt
@@ -147,6 +148,17 @@ class Holdings:
         if spec is None:
             raise ChunkNotFound(f"the artifact {artifact_id} holds no chunk {digest}", digest=digest)
         return spec
+
+    def from_on(self, namespace: str, artifact_id: str, digest: str, count: int) -> list[str]:
+        """A chunk of an artifact and those that follow it there, ``count`` at most.
+
+        Raises
+        ------
+        ArtifactNotFound, ChunkNotFound
+        """
+        self.require(namespace, artifact_id, digest)
+        chunks = self._holding(namespace, artifact_id).chunks
+        return list(islice(dropwhile(lambda one: one != digest, chunks), count))
 
     def forget(self, namespace: str, artifact_id: str) -> None:
         with self._lock:

@@ -62,6 +62,9 @@ class S3Store(Store):
     def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
         return self._bucket.reader.read(self._path(key), lambda size: out[:size], seen)
 
+    def url_of(self, key: str, seconds: int) -> str:
+        return self._bucket.reader.url_of(self._path(key), seconds)
+
     def put(self, key: str, data: Buffer) -> None:
         path, body, mark = self._path(key), _as_bytes(data), _new_mark()
 

@@ -22,7 +22,7 @@ from botocore.utils import get_environ_proxies
 
 from repo_service.connections import Answer, Pool, receive
 from repo_service.domain.errors import Unavailable
-from repo_service.storage.s3_answers import Missing, Refused, Transient, Tries, refusal
+from repo_service.storage.s3_answers import Missing, Refused, Transient, Tries, refusal, transient
 from repo_service.storage.s3_signing import Signer
 
 CONNECTIONS = 64
@@ -41,7 +41,7 @@ MODELS = Loader()
 
 _ERRORS = create_parser("rest-xml")
 
-# Clients of the process that this one was forked from.
+# Sessions and clients of the process that this one was forked from: kept, since threads that are not here may hold their locks.
 _INHERITED: list[Any] = []
 
 
@@ -86,10 +86,6 @@ class _Way(Protocol):
 
     def close(self) -> None: ...
 
-    def forget(self) -> None:
-        """Leave the connections to another process, saying nothing on them."""
-        ...
-
 
 class Reader:
     """Reads objects of a bucket, with the credentials and the endpoint that botocore finds.
@@ -109,6 +105,7 @@ class Reader:
         self._bucket = bucket
         self._seconds = seconds
         self._way: _Way | None = None
+        self._known: tuple[Session, Any] | None = None
         self._renew()
 
     def read(
@@ -142,6 +139,24 @@ class Reader:
         except _Overdue:
             raise tries.over() from None
 
+    def url_of(self, key: str, seconds: int) -> str:
+        """A URL that reads an object for ``seconds``, or for as long as the credentials last if that is shorter.
+
+        Raises
+        ------
+        Unavailable
+            If there are no credentials to sign with.
+        """
+        what = f"sign a URL of s3://{self._bucket}/{key}"
+        try:
+            with self._lock:
+                client = self._session()[1]
+            place = {"Bucket": self._bucket, "Key": key}
+            url: str = client.generate_presigned_url("get_object", Params=place, ExpiresIn=seconds)
+        except Exception as error:
+            raise Unavailable(f"could not {what}: {transient(error, what)}", bucket=self._bucket) from error
+        return url
+
     def close(self) -> None:
         """Close the connections; a later read opens new ones."""
         with self._lock:
@@ -151,11 +166,9 @@ class Reader:
 
     def forget_connections(self) -> None:
         """Leave the connections to the process they were opened in."""
-        way = self._way
+        _INHERITED.append(self._known)
+        self._way = self._known = None
         self._renew()
-        self._way = None
-        if way is not None:
-            way.forget()
 
     def _renew(self) -> None:
         # A lock that another thread held when the process was forked would never be released.
@@ -198,6 +211,12 @@ class Reader:
         return signed or _ByBotocore(client, self._bucket)
 
     def _session(self) -> tuple[Session, Any]:
+        """Botocore's session and client; under the lock."""
+        if self._known is None:
+            self._known = self._begun()
+        return self._known
+
+    def _begun(self) -> tuple[Session, Any]:
         session = Session()
         session.register_component("data_loader", MODELS)
         config = Config(
@@ -281,10 +300,6 @@ class _Signed:
     def close(self) -> None:
         self.pool.close()
 
-    def forget(self) -> None:
-        # Ends nothing but this process's hold on them.
-        self.pool.close()
-
 
 @dataclass(frozen=True)
 class _ByBotocore:
@@ -308,10 +323,6 @@ class _ByBotocore:
 
     def close(self) -> None:
         self.client.close()
-
-    def forget(self) -> None:
-        # Its locks may be held by threads that were left behind.
-        _INHERITED.append(self.client)
 
 
 def _signed(session: Session, client: Any, bucket: str) -> _Signed | None:

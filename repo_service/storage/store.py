@@ -104,6 +104,13 @@ class Store(ABC):
         What is in the backend under no valid key is passed over.
         """
 
+    def url_of(self, key: str, seconds: int) -> str | None:  # noqa: ARG002
+        """A URL at which anyone may read the object for ``seconds``, or None if the backend gives none.
+
+        Whether there is an object is not looked up. The URL is a secret for as long as it is good.
+        """
+        return None
+
     def close(self) -> None:
         """Let go of connections, if there are any; the store can still be used."""
         return
