@@ -63,7 +63,7 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=3600,
-        description="How long the URLs are good at which clients fetch chunks from S3 themselves; with 0 there are none.",
+        description="How long the URLs are good at which clients fetch and put chunks at S3 themselves; with 0 there are none.",
     )
     gc_seconds: float = Field(
         600, ge=0, le=10**7, description="Time between collections of garbage; 0 leaves them to kvgraft gc."

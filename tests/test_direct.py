@@ -1,10 +1,11 @@
-"""Chunks fetched from S3 itself by URLs that the service gives: verified, only by right, and never the only way."""
+"""Chunks fetched from and put at S3 itself by URLs of the service: verified, only by right, and never the only way."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +17,14 @@ from faulty import Faults, faulty
 from places import Place, in_a_bucket
 from servers import S3Server
 from synthetic import artifact
-from test_api import NO_DIGEST, Service, error_of, serving
+from test_api import NO_DIGEST, Made, Service, error_of, serving
 from test_http_client import NS, a_chunk, client, pull_all, push_all
 
 from repo_service.client import direct
 from repo_service.client.http import HttpRepository
 from repo_service.domain.access import Scope
-from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, ChunkNotFound
+from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, ChunkNotFound, DigestMismatch, SizeMismatch
+from repo_service.domain.repository import Push, Repository
 from repo_service.services.documents import chunk_key
 
 TOKENS = list(range(600))
@@ -175,11 +177,9 @@ def test_a_service_without_it_is_asked_once(place: Place, tmp_path: Path) -> Non
             assert len([path for path in paths if path.endswith("/urls")]) == 1
 
 
-def test_a_url_whose_time_is_over_is_asked_for_again(
-    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_url_whose_time_is_over_is_asked_for_again(service: Service, caplog: pytest.LogCaptureFixture) -> None:
     with client(service.url) as repository:
-        reads = repository._direct
+        reads = repository._reads
         digest, spec, data = a_chunk(MADE)
         path = f"/v1/namespaces/{NS}/artifacts/{MADE[0].id}/chunks/{digest}"
         url = urls_of(service, digest)[digest]
@@ -191,9 +191,10 @@ def test_a_url_whose_time_is_over_is_asked_for_again(
         assert (out, found["read"]) == (data, 0)
         assert found["urls"] > 0
         # One that is old by its own count is not tried at all.
-        monkeypatch.setattr(direct.time, "monotonic", lambda: 1e9)
-        reads._urls[path] = (url, 1e9 - 1)
-        assert reads._url(path, digest) != url or found["urls"]
+        reads._urls[path] = (url, 0.0)
+        paths = asked(repository)
+        repository.read_chunk(MADE[0].id, NS, digest, spec, memoryview(out))
+        assert paths == [f"{path}/urls"]
     assert caplog.records == []
 
 
@@ -268,3 +269,124 @@ def test_no_token_goes_to_s3_and_no_signature_to_a_log(
     assert len(direct_ones) == len(MADE[2])
     assert not [headers for headers in heard if token in str(headers)]
     assert "Signature" not in caplog.text
+
+
+# Pushes
+
+
+def uploads(s3: S3Server, place: Place) -> list[str]:
+    """Keys of what was put and is still there."""
+    page = s3.client().list_objects_v2(Bucket=s3.bucket, Prefix=f"{place}/uploads/")
+    return [item["Key"] for item in page.get("Contents", ())]
+
+
+def new(start: int) -> Made:
+    return artifact(range(start, start + 60), seed=start)
+
+
+def test_a_node_pushes_to_s3_and_the_service_verifies(s3: S3Server, place: Place, service: Service) -> None:
+    made = new(10_000)
+    with client(service.url) as repository:
+        paths = asked(repository)
+        push_all(repository, made)
+        assert not [path for path in paths if re.search(r"/chunks/blake3:\w+$", path)]
+        assert len([path for path in paths if path.endswith("/uploads")]) <= 1 + len(made[2]) // 64
+        assert pull_all(repository, made) == made[2]
+    assert service.repository.check(made[0].id, NS).ok
+    assert uploads(s3, place) == []
+
+
+def begun(repository: Repository, made: Made) -> tuple[Push, str, bytes]:
+    """A push that has offered everything, and one chunk of it."""
+    push = repository.begin_push(made[0].fingerprint, NS)
+    push.offer(made[1])
+    digest, _, data = a_chunk(made)
+    return push, digest, data
+
+
+def test_i7_what_a_pusher_puts_is_nothing_until_it_is_verified(
+    s3: S3Server, place: Place, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = new(20_000)
+    with client(service.url) as repository:
+        push, digest, data = begun(repository, made)
+        path = f"/v1/namespaces/{NS}/pushes/{push.id}/uploads"
+
+        def take() -> tuple[int, str]:
+            answer = service.request("POST", f"{path}/{digest}")
+            return (204, "") if answer.status == 204 else error_of(answer)
+
+        assert take() == (404, "chunk_not_found")
+        answer = service.json("POST", path, {"digests": [digest]})
+        assert answer["seconds"] == 60
+        url = answer["urls"][digest]
+        # Its length is signed.
+        assert urllib3.request("PUT", url, body=data + b"x").status == 403
+        assert urllib3.request("PUT", url, body=b"y" * len(data)).status == 200
+        assert take() == (400, "digest_mismatch")
+        assert uploads(s3, place) == []
+        assert urllib3.request("PUT", url, body=data).status == 200
+        # Whoever has the URL may use it again at any moment: between the look at the bytes and their storing, too.
+        read_into = service.repository._store.read_into
+
+        def read_and_alter(key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
+            size = read_into(key, out, seen)
+            if "/uploads/" in f"/{key}":
+                assert urllib3.request("PUT", url, body=b"z" * len(data)).status == 200
+            return size
+
+        monkeypatch.setattr(service.repository._store, "read_into", read_and_alter)
+        assert take() == (204, "")
+        # Once more, as after a lost answer, with nothing there and with something else there.
+        assert take() == (204, "")
+        key = f"{place}/{chunk_key(digest)}"
+        assert s3.client().get_object(Bucket=s3.bucket, Key=key)["Body"].read() == data
+        push.abort()
+
+
+def test_i7_no_url_is_given_for_what_was_not_offered(service: Service) -> None:
+    with client(service.url) as repository:
+        push, digest, _ = begun(repository, new(30_000))
+        path = f"/v1/namespaces/{NS}/pushes/{push.id}/uploads"
+        for other in (a_chunk(MADE)[0], NO_DIGEST["blake3"]):
+            body = json.dumps({"digests": [digest, other]}).encode()
+            assert service.error("POST", path, body) == (404, "chunk_not_found")
+        assert service.error("POST", path.replace(NS, "team-b"), body) == (404, "push_not_found")
+        push.abort()
+
+
+def test_a_caller_who_sends_other_bytes_is_told(service: Service) -> None:
+    with client(service.url) as repository:
+        push, digest, data = begun(repository, new(40_000))
+        with pytest.raises(DigestMismatch, match=digest):
+            push.put(digest, bytes(len(data)))
+        with pytest.raises(SizeMismatch):
+            push.put(digest, data + b"x")
+        push.put(digest, data)
+        push.abort()
+
+
+@pytest.mark.parametrize("kind", ["error", "drop", "lost"])
+def test_what_s3_does_not_take_goes_through_the_service(behind_faults: tuple[Service, Faults], kind: str) -> None:
+    service, faults = behind_faults
+    made = new({"error": 50_000, "drop": 60_000, "lost": 70_000}[kind])
+    faults.choose = lambda method, path: kind if method == "PUT" and "X-Amz-Signature" in path else None
+    with client(service.url) as repository:
+        push_all(repository, made)
+        assert pull_all(repository, made) == made[2]
+    assert faults.met[kind] > 0
+
+
+def test_what_was_put_and_never_taken_is_collected(s3: S3Server, place: Place, service: Service) -> None:
+    with client(service.url) as repository:
+        push, digest, data = begun(repository, new(80_000))
+        answer = service.json("POST", f"/v1/namespaces/{NS}/pushes/{push.id}/uploads", {"digests": [digest]})
+        assert urllib3.request("PUT", answer["urls"][digest], body=data).status == 200
+        put = uploads(s3, place)
+        assert put
+        assert repository.collect_garbage().temp_files == 0
+        assert repository.collect_garbage(grace_s=0, dry_run=True).temp_files == len(put)
+        assert uploads(s3, place) == put
+        assert repository.collect_garbage(grace_s=0).temp_files == len(put)
+        assert uploads(s3, place) == []
+        push.abort()

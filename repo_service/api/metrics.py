@@ -61,7 +61,7 @@ class Metrics(Observer):
 
         self._read = counter("chunks_read", "Chunks read and verified for a reader.")
         self._read_bytes = counter("chunk_read_bytes", "Bytes of the chunks read.")
-        self._located = counter("chunk_urls", "URLs given to readers to fetch chunks at S3 themselves.")
+        self._located = counter("chunk_urls", "URLs given to clients to fetch or put chunks at S3 themselves.")
         self._stored = counter("chunks_stored", "Chunks that arrived by a push.")
         self._stored_bytes = counter("chunk_stored_bytes", "Bytes of the chunks that arrived.")
         self._matches = counter("matches", "Questions for the longest stored prefix: hit or miss.", "result")

@@ -1,6 +1,7 @@
-"""Chunks fetched from S3 itself, where the service says at which URLs, and verified all the same (I3).
+"""Chunks fetched from S3 and put there by the node itself, where the service says at which URLs.
 
-The service stays the one to ask: whatever does not come, or does not come as it should, is asked of it.
+What is fetched is verified here (I3), what is put by the service before it counts. The service stays the one to ask:
+whatever does not come, or does not go, passes through it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import logging
 import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from http.client import HTTPResponse
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import ValidationError
@@ -16,14 +20,16 @@ from pydantic import ValidationError
 from repo_service.client import transport
 from repo_service.client.transport import LOST, USER_AGENT, Pace, TooSlow, Transport, receive_chunk, trusted
 from repo_service.connections import Pool, Unconnected
-from repo_service.domain.errors import ChunkCorrupt, NotFound, ServiceError
+from repo_service.domain.canonical import canonical_json
+from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, DigestMismatch, NotFound, ServiceError, SizeMismatch
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.views import ChunkUrls
 
 _MAX_ANSWER_BYTES = 2**20
+_MAX_S3_ANSWER_BYTES = 64 * 1024
 
-# URLs kept, each for one read; a page of the service has 64.
-_KEPT = 1024
+# URLs asked for at once, and kept, each for one use.
+_PAGE, _KEPT = 64, 1024
 
 # Of the time that a URL is good: how long it is used.
 _TRUSTED_SHARE = 0.8
@@ -38,106 +44,71 @@ _log = logging.getLogger(__name__)
 _warned: set[tuple[str, str]] = set()
 
 
-class DirectReads:
-    """Reads of one repository's chunks past its service. Methods may be called from several threads.
+class Reach:
+    """What this process reaches of S3: connections by server, and whether they are tried at all.
 
-    Whether there is such a way is asked of the service at the first read, and not again if there is none.
+    Parameters
+    ----------
+    service
+        Who gives the URLs.
     """
 
     def __init__(self, service: Transport) -> None:
-        self._service = service
+        self.service = service
+        self.off: set[type[_Direct]] = set()
         self._lock = threading.Lock()
-        self._urls: dict[str, tuple[str, float]] = {}
         self._pools: dict[tuple[str, str], Pool] = {}
         self._paused_until = 0.0
 
-    def read(self, path: str, digest: str, spec: ChunkSpec, out: memoryview) -> bool:
-        """Fetch a chunk into ``out`` from S3; False if the service is to be asked for it.
-
-        Parameters
-        ----------
-        path
-            The chunk's, at the service.
-
-        Raises
-        ------
-        KvgraftError
-            What the service says when it is asked for URLs.
-        """
-        for is_new in False, True:
-            url = self._url(path, digest)
-            if url is None:
-                return False
-            status = self._fetch(url, digest, spec, out)
-            if status != 403:
-                return status == 200
-            if is_new:
-                self._pause(url, "it answers 403 to a new URL")
-            # Its time is over; so is that of those that came with it.
-            with self._lock:
-                self._urls.clear()
-        return False
-
-    def close(self) -> None:
-        with self._lock:
-            pools, self._pools = self._pools, {}
-        for pool in pools.values():
-            pool.close()
-
-    def _url(self, path: str, digest: str) -> str | None:
-        if self._is_paused():
-            return None
-        # Who waits here needs most likely the very page that another thread asks for.
-        with self._lock:
-            if self._is_paused():
-                return None
-            url, good_until = self._urls.pop(path, ("", 0.0))
-            if time.monotonic() < good_until:
-                return url
-            asked_at = time.monotonic()
-            try:
-                data = self._service.call("GET", f"{path}/urls", limit=_MAX_ANSWER_BYTES)
-                answer = ChunkUrls.model_validate_json(data)
-            except (NotFound, ServiceError, ValidationError) as error:
-                if isinstance(error, NotFound) and type(error) is not NotFound:
-                    raise
-                # An older service, which has no such route.
-                answer = ChunkUrls(seconds=0, urls={})
-            if digest not in answer.urls:
-                self._paused_until = float("inf")
-                return None
-            if len(self._urls) > _KEPT:
-                self._urls.clear()
-            chunks = path.removesuffix(digest)
-            good_until = asked_at + answer.seconds * _TRUSTED_SHARE
-            self._urls |= {f"{chunks}{name}": (url, good_until) for name, url in answer.urls.items()}
-            return self._urls.pop(path)[0]
-
-    def _is_paused(self) -> bool:
+    @property
+    def is_paused(self) -> bool:
         return time.monotonic() < self._paused_until
 
-    def _fetch(self, url: str, digest: str, spec: ChunkSpec, out: memoryview) -> int:
-        """The status that S3 answered with; 0 for anything else than a chunk that is what its digest names."""
+    def exchange(
+        self, method: str, url: str, use: Callable[[HTTPResponse], object], body: memoryview | None = None
+    ) -> int:
+        """Send a request to S3 and ``use`` its answer, if that is 200; returns the status, 0 if there was no good answer."""
         parts = urlsplit(url)
         try:
             pool = self._pool(parts)
         except ValueError as error:
-            self._pause(url, str(error))
+            self.pause(url, str(error))
             return 0
-        target = f"{parts.path}?{parts.query}"
+        target, headers = f"{parts.path}?{parts.query}", {"User-Agent": USER_AGENT}
         pace = Pace(transport.READ_S)
         try:
-            with pool.ask("GET", target, {"User-Agent": USER_AGENT}, pace, connect_s=_CONNECT_S) as answer:
+            with pool.ask(method, target, headers, pace, body=body, connect_s=_CONNECT_S) as answer:
                 if answer.status == 200:
-                    receive_chunk(answer, digest, spec, out)
+                    use(answer)
+                else:
+                    answer.read(_MAX_S3_ANSWER_BYTES)
                 return answer.status
         except ChunkCorrupt:
             return 0
         except LOST as error:
             # A connection that breaks is no sign that the next one will.
             if isinstance(error, (Unconnected, ssl.SSLCertVerificationError, TooSlow, TimeoutError)):
-                self._pause(url, str(error))
+                self.pause(url, str(error))
             return 0
+
+    def pause(self, url: str, reason: str) -> None:
+        """Let the service pass everything on for a while; whoever runs this process is told once."""
+        self._paused_until = time.monotonic() + PAUSE_S
+        host = urlsplit(url).hostname or "a URL without a host"
+        if (self.service.url, host) not in _warned:
+            _warned.add((self.service.url, host))
+            _log.warning(
+                "chunks can't be fetched from or put at %s (%s): they go through %s instead",
+                host,
+                reason,
+                self.service.url,
+            )
+
+    def close(self) -> None:
+        with self._lock:
+            pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.close()
 
     def _pool(self, parts: SplitResult) -> Pool:
         """Connections to the server of a URL.
@@ -149,7 +120,7 @@ class DirectReads:
         """
         if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
             raise ValueError("its URL is none of HTTP")
-        if parts.scheme == "http" and self._service.url.startswith("https:"):
+        if parts.scheme == "http" and self.service.url.startswith("https:"):
             raise ValueError("its URL is not HTTPS, though the service's is")
         place = parts.scheme, parts.netloc
         with self._lock:
@@ -158,12 +129,137 @@ class DirectReads:
                 self._pools[place] = Pool(parts.hostname, parts.port, context)
             return self._pools[place]
 
-    def _pause(self, url: str, reason: str) -> None:
-        """Let the service send everything for a while; whoever runs this process is told once."""
-        self._paused_until = time.monotonic() + PAUSE_S
-        host = urlsplit(url).hostname or "a URL without a host"
-        if (self._service.url, host) not in _warned:
-            _warned.add((self._service.url, host))
-            _log.warning(
-                "chunks can't be fetched from %s (%s): they come through %s instead", host, reason, self._service.url
-            )
+
+class _Direct(ABC):
+    """Transfers by URLs that the service gives, page by page. Methods may be called from several threads.
+
+    Whether it gives any is asked once, and not again if it does not.
+    """
+
+    def __init__(self, reach: Reach) -> None:
+        self._reach = reach
+        self._lock = threading.Lock()
+        self._urls: dict[str, tuple[str, float]] = {}
+
+    @abstractmethod
+    def _ask(self, name: str) -> tuple[bytes, str]:
+        """The service's answer for the chunk called ``name`` and some more; what to put before its digests for their names."""
+
+    def _transfer(
+        self, name: str, method: str, use: Callable[[HTTPResponse], object], body: memoryview | None = None
+    ) -> bool:
+        """True if it was done; False if the service is to do it."""
+        for is_new in False, True:
+            url = self._url(name)
+            if url is None:
+                return False
+            status = self._reach.exchange(method, url, use, body)
+            if status != 403:
+                return status == 200
+            if is_new:
+                self._reach.pause(url, "it answers 403 to a new URL")
+            # Its time is over; so is that of those that came with it.
+            with self._lock:
+                self._urls.clear()
+        return False
+
+    def _url(self, name: str) -> str | None:
+        if self._is_off():
+            return None
+        # Who waits here needs most likely the very page that another thread asks for.
+        with self._lock:
+            if self._is_off():
+                return None
+            url, good_until = self._urls.pop(name, ("", 0.0))
+            if time.monotonic() < good_until:
+                return url
+            asked_at = time.monotonic()
+            answer, prefix = ChunkUrls(seconds=0, urls={}), ""
+            try:
+                data, prefix = self._ask(name)
+                answer = ChunkUrls.model_validate_json(data)
+            except NotFound as error:
+                # An older service has no such route.
+                if type(error) is not NotFound:
+                    raise
+            except (ServiceError, ValidationError):
+                pass
+            if len(self._urls) > _KEPT:
+                self._urls.clear()
+            good_until = asked_at + answer.seconds * _TRUSTED_SHARE
+            self._urls |= {f"{prefix}{digest}": (url, good_until) for digest, url in answer.urls.items()}
+            if name not in self._urls:
+                self._reach.off.add(type(self))
+                return None
+            return self._urls.pop(name)[0]
+
+    def _is_off(self) -> bool:
+        return type(self) in self._reach.off or self._reach.is_paused
+
+
+class DirectReads(_Direct):
+    """Reads of one repository's chunks past its service."""
+
+    def fetch(self, path: str, digest: str, spec: ChunkSpec, out: memoryview) -> bool:
+        """Fetch a chunk into ``out`` from S3, hashing it on the way; False if the service is to be asked for it.
+
+        Parameters
+        ----------
+        path
+            The chunk's, at the service.
+
+        Raises
+        ------
+        KvgraftError
+            What the service says when it is asked for URLs.
+        """
+        return self._transfer(path, "GET", lambda answer: receive_chunk(answer, digest, spec, out))
+
+    def _ask(self, name: str) -> tuple[bytes, str]:
+        data = self._reach.service.call("GET", f"{name}/urls", limit=_MAX_ANSWER_BYTES)
+        return data, f"{name.rpartition('/')[0]}/"
+
+
+class DirectWrites(_Direct):
+    """Chunks of one push, put at S3 and then taken by the service.
+
+    Parameters
+    ----------
+    path
+        The push's, at the service.
+    """
+
+    def __init__(self, reach: Reach, path: str) -> None:
+        super().__init__(reach)
+        self._path = path
+        self._expected: dict[str, None] = {}
+
+    def expect(self, digests: Sequence[str]) -> None:
+        """Say what will be sent, in this order, so that URLs are asked for many at once."""
+        with self._lock:
+            self._expected.update(dict.fromkeys(digests))
+
+    def send(self, digest: str, octets: memoryview) -> bool:
+        """Put a chunk at S3 and let the service take it; False if it is to be sent to the service.
+
+        Raises
+        ------
+        KvgraftError
+            What the service says of the push.
+        """
+        if not self._transfer(digest, "PUT", lambda answer: answer.read(_MAX_S3_ANSWER_BYTES), octets):
+            return False
+        try:
+            self._reach.service.call("POST", f"{self._path}/uploads/{digest}", limit=0)
+        except (ChunkNotFound, SizeMismatch, DigestMismatch):
+            # Nothing was stored. If it is the caller's fault the service says so again.
+            return False
+        return True
+
+    def _ask(self, name: str) -> tuple[bytes, str]:
+        self._expected.pop(name, None)
+        more = list(self._expected)[: _PAGE - 1]
+        for digest in more:
+            del self._expected[digest]
+        body = canonical_json({"digests": [name, *more]})
+        return self._reach.service.call("POST", f"{self._path}/uploads", body, limit=_MAX_ANSWER_BYTES), ""

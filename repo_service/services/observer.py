@@ -15,7 +15,7 @@ class Observer:
         """A chunk of ``size`` bytes was read and verified."""
 
     def located(self, chunks: int) -> None:
-        """A reader was told where to fetch ``chunks`` chunks itself."""
+        """A client was told where to fetch, or put, ``chunks`` chunks itself."""
 
     def stored(self, size: int) -> None:
         """A chunk of ``size`` bytes arrived and is durable."""

@@ -139,8 +139,8 @@ class Reader:
         except _Overdue:
             raise tries.over() from None
 
-    def url_of(self, key: str, seconds: int) -> str:
-        """A URL that reads an object for ``seconds``, or for as long as the credentials last if that is shorter.
+    def url_of(self, key: str, seconds: int, method: str = "get_object", **signed: Any) -> str:
+        """A URL for one object and ``method``, good for ``seconds``, or for as long as the credentials last if that is shorter.
 
         Raises
         ------
@@ -151,8 +151,8 @@ class Reader:
         try:
             with self._lock:
                 client = self._session()[1]
-            place = {"Bucket": self._bucket, "Key": key}
-            url: str = client.generate_presigned_url("get_object", Params=place, ExpiresIn=seconds)
+            place = {"Bucket": self._bucket, "Key": key, **signed}
+            url: str = client.generate_presigned_url(method, Params=place, ExpiresIn=seconds)
         except Exception as error:
             raise Unavailable(f"could not {what}: {transient(error, what)}", bucket=self._bucket) from error
         return url
@@ -226,6 +226,7 @@ class Reader:
             # Tries are counted, and chunks hashed, here.
             retries={"total_max_attempts": 1},
             response_checksum_validation="when_required",
+            request_checksum_calculation="when_required",
             signature_version="s3v4",
         )
         return session, session.create_client("s3", config=config)

@@ -111,6 +111,21 @@ class Store(ABC):
         """
         return None
 
+    def upload_url_of(self, key: str, size: int, seconds: int) -> str | None:  # noqa: ARG002
+        """A URL at which anyone may PUT an object of ``size`` bytes for ``seconds``, as often as they like, or None.
+
+        The URL is a secret for as long as it is good.
+        """
+        return None
+
+    def copy(self, source: str, target: str) -> bool:
+        """Write or replace ``target`` with the bytes of ``source``; False if there are none."""
+        data = self.get(source)
+        if data is None:
+            return False
+        self.put(target, data)
+        return True
+
     def close(self) -> None:
         """Let go of connections, if there are any; the store can still be used."""
         return
