@@ -35,7 +35,7 @@ def run(blocks: int, rounds: int) -> dict[str, Any]:
     """Pull one artifact of ``blocks`` blocks by every way, through as many connections each."""
     with ExitStack() as stack:
         server = stack.enter_context(s3_server())
-        stack.enter_context(mock.patch.dict(os.environ, server.environment))
+        stack.enter_context(mock.patch.dict(os.environ, server.environment | {"KVGRAFT_CODEC": "none"}))
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvgraft-bench-")))
         artifact = synthetic(fingerprint(), blocks)
         size = artifact.state_bytes

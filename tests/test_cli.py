@@ -289,7 +289,7 @@ def test_a_mistyped_repository_is_an_error_and_is_not_created(
 
 def test_a_repository_of_a_newer_format_is_refused(kvgraft: Kvgraft, tmp_path: Path, first: ArtifactInfo) -> None:
     marker = tmp_path / "repo" / "kvgraft.json"
-    marker.write_text(marker.read_text().replace('"version":1', '"version":2'))
+    marker.write_text(marker.read_text().replace('"version":1', '"version":3'))
     result = kvgraft("show", first.id, "--json")
     assert (result.code, result.error["code"]) == (errors.UNAVAILABLE, "newer_format")
 

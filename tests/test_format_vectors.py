@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numcodecs
 import pytest
 from blake3 import blake3
 from synthetic import artifact
@@ -19,6 +21,8 @@ from repo_service.domain.canonical import canonical_json, frame
 from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import Divergence
 from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.frame import decode_chunk
+from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.policy import Policy
 from repo_service.domain.record import BlockRecord, block_keys
@@ -47,6 +51,21 @@ def test_chunk_digests(vector: dict[str, Any]) -> None:
     assert chunk_digest(data, vector["dtype"], vector["shape"]) == vector["digest"]
     head = reframed(["kvgraft.chunk.v1", vector["dtype"], vector["shape"]])
     assert vector["digest"] == f"blake3:{blake3(head + data).hexdigest()}"
+
+
+@pytest.mark.parametrize("vector", VECTORS["frames"])
+def test_frames(vector: dict[str, Any]) -> None:
+    header, payload = vector["header"].encode(), bytes.fromhex(vector["payload"])
+    frame = b"kvgchunk" + struct.pack("<I", len(header)) + header + payload
+    spec = ChunkSpec(vector["dtype"], tuple(vector["shape"]))
+    out = bytearray(spec.size)
+    decode_chunk(memoryview(frame), vector["digest"], spec, memoryview(out))
+    fields = json.loads(header)
+    plain = payload if fields["codec"] == "none" else numcodecs.Blosc().decode(payload)
+    assert out == plain
+    assert chunk_digest(plain, spec.dtype, spec.shape) == vector["digest"]
+    assert (fields["size"], fields["stored_size"]) == (len(plain), len(payload))
+    assert fields["stored_digest"] == f"blake3:{blake3(payload).hexdigest()}"
 
 
 def test_fingerprint_ids() -> None:

@@ -2,7 +2,8 @@
 
 ``fixtures/repository-<n>`` is a repository whose index has the n-th schema, as the version of that
 time left it: two artifacts that share two blocks, a tag, a divergence, one of them in a second
-namespace too, and a push that was running.
+namespace too, and a push that was running. ``fixtures/repository-framed`` has the same in the store's format 2, as numcodecs
+0.16.6 encoded it: 25 chunks that did not become smaller, and the token ids, which did.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ def get_chunk_urls(request: Request, response: Response, artifact_id: ArtifactId
     if not seconds:
         context.repository.chunk_spec(artifact_id, namespace, digest)
         return ChunkUrls(seconds=0, urls={})
-    return ChunkUrls(seconds=seconds, urls=context.repository.chunk_urls(artifact_id, namespace, digest, seconds))
+    urls = context.repository.chunk_urls(artifact_id, namespace, digest, seconds)
+    return ChunkUrls(seconds=seconds, urls=urls, framed=context.repository.is_framed)
 
 
 GONE = 410

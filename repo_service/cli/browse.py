@@ -188,7 +188,8 @@ def stats(
         output.print_json(value)
         return
     facts = [
-        ("repository", f"{url} ({info.repository_id}, format {info.format_version}, kvgraft {info.server_version})")
+        ("repository", f"{url} ({info.repository_id}, format {info.format_version}, kvgraft {info.server_version})"),
+        ("codec", info.codec),
     ]
     for name, count in counts:
         text = output.size(count) if name.endswith("_bytes") else f"{count:,}" if isinstance(count, int) else str(count)

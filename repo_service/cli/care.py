@@ -113,10 +113,12 @@ def scrub(
 
 
 def _damage(report: ScrubReport, repairs: list[Repair]) -> str:
+    encoded = report.stored_bytes not in (0, report.bytes)
     read = [
         output.count(report.artifacts, "artifact"),
         output.count(report.block_records, "block record"),
-        f"{output.count(report.chunks, 'chunk')} ({output.size(report.bytes)})",
+        f"{output.count(report.chunks, 'chunk')} ({output.size(report.bytes)}"
+        f"{f', stored in {output.size(report.stored_bytes)}' if encoded else ''})",
     ]
     lines = [f"verified {', '.join(read)}: {output.count(report.damaged, 'damaged object')}"]
     for item in report.damage:

@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 from repo_service.client import transport
 from repo_service.client.transport import LOST, USER_AGENT, Pace, TooSlow, Transport, receive_chunk, trusted
-from repo_service.connections import Pool, Unconnected
+from repo_service.connections import Pool, Unconnected, receive
 from repo_service.domain.canonical import canonical_json
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, DigestMismatch, NotFound, ServiceError, SizeMismatch
+from repo_service.domain.frame import decode_chunk, longest_frame
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.views import ChunkUrls
 
@@ -140,6 +141,7 @@ class _Direct(ABC):
         self._reach = reach
         self._lock = threading.Lock()
         self._urls: dict[str, tuple[str, float]] = {}
+        self._is_framed = False
 
     @abstractmethod
     def _ask(self, name: str) -> tuple[bytes, str]:
@@ -184,6 +186,7 @@ class _Direct(ABC):
                     raise
             except (ServiceError, ValidationError):
                 pass
+            self._is_framed = answer.framed
             if len(self._urls) > _KEPT:
                 self._urls.clear()
             good_until = asked_at + answer.seconds * _TRUSTED_SHARE
@@ -213,11 +216,30 @@ class DirectReads(_Direct):
         KvgraftError
             What the service says when it is asked for URLs.
         """
-        return self._transfer(path, "GET", lambda answer: receive_chunk(answer, digest, spec, out))
+
+        def use(answer: HTTPResponse) -> None:
+            (_receive_frame if self._is_framed else receive_chunk)(answer, digest, spec, out)
+
+        return self._transfer(path, "GET", use)
 
     def _ask(self, name: str) -> tuple[bytes, str]:
         data = self._reach.service.call("GET", f"{name}/urls", limit=_MAX_ANSWER_BYTES)
         return data, f"{name.rpartition('/')[0]}/"
+
+
+def _receive_frame(answer: HTTPResponse, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+    """Read a chunk's frame out of an answer and decode it into ``out``, verified.
+
+    Raises
+    ------
+    ChunkCorrupt
+    """
+    length = answer.length
+    if length is None or length > longest_frame(spec):
+        raise ChunkCorrupt(f"the frame of the chunk {digest} came with the length {length}", digest=digest)
+    frame = memoryview(bytearray(length))
+    receive(answer, frame, lambda _: None)
+    decode_chunk(frame, digest, spec, out[: spec.size])
 
 
 class DirectWrites(_Direct):

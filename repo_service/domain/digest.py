@@ -39,6 +39,11 @@ def sha256_digest(data: Buffer) -> str:
     return format_digest(SHA256, hashlib.sha256(data).digest())
 
 
+def blake3_digest(data: Buffer) -> str:
+    """Digest of bytes as they are; that of a chunk is `chunk_digest`."""
+    return format_digest(BLAKE3, blake3(data).digest())
+
+
 class ChunkHasher:
     """Digest of one chunk's decoded bytes together with its dtype and shape.
 

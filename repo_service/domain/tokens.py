@@ -63,7 +63,7 @@ def token_chunks(tokens: Sequence[int]) -> list[tuple[str, bytes]]:
 
 
 def read_token_chunks(
-    digests: Iterable[str], count: int, read: Callable[[str, ChunkSpec, memoryview], None]
+    digests: Iterable[str], count: int, read: Callable[[str, ChunkSpec, memoryview], object]
 ) -> list[int]:
     """The token ids of an artifact of ``count`` tokens; ``read`` reads a verified chunk into memory."""
     spec = token_chunk_spec(count)

@@ -28,6 +28,7 @@ class RepositoryInfo(View):
 
     repository_id: str
     format_version: int
+    codec: str = Field("none", description="What chunks are stored with; none is their bytes as they are.")
     server_version: str
 
 
@@ -36,6 +37,9 @@ class ChunkUrls(View):
 
     seconds: int = Field(description="How long the URLs are good.")
     urls: dict[str, str] = Field(description="URLs by digest; none where all bytes go through the service.")
+    framed: bool = Field(
+        default=False, description="Whether what is fetched there are frames, which hold the chunks encoded."
+    )
 
 
 class ArtifactInfo(View):
@@ -271,6 +275,7 @@ class ScrubReport(View):
     block_records: int
     chunks: int
     bytes: int = Field(description="Bytes of chunks read.")
+    stored_bytes: int = Field(0, description="Bytes that they take in the store, as it encodes them.")
     complete: bool = Field(description="False where the scrub was ended before it had read everything.")
     damaged: int = Field(description="Damaged objects, healed ones included.")
     damage: list[Damage] = Field(description="The first 1,000 of them.")

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from repo_service.domain.canonical import canonical_json, parse_loose_json
 from repo_service.domain.errors import KvgraftError, NewerFormat, NotARepository
+from repo_service.domain.frame import CODECS, NONE
 from repo_service.services.documents import MARKER
 from repo_service.storage import S3Store, Store
 from repo_service.version import FORMAT_VERSION
 
 _FORMAT = "kvgraft.repository"
+
+_RAW = 1
+_FRAMED = 2
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a repository is, from its beginning.
+
+    Parameters
+    ----------
+    codec
+        One of `CODECS`: none where chunks are stored raw, else they are framed, and encoded so if that makes them smaller.
+    """
+
+    repository_id: str
+    codec: str
+
+    @property
+    def version(self) -> int:
+        """Of the store's format; a repository of raw chunks has the first one, which every kvgraft reads."""
+        return _RAW if self.codec == NONE else _FRAMED
+
+    @property
+    def data(self) -> bytes:
+        framed = {} if self.codec == NONE else {"codec": self.codec}
+        return canonical_json(
+            {"format": _FORMAT, "version": self.version, "repository_id": self.repository_id, **framed}
+        )
 
 
 def prepare_directory(root: Path, *, create: bool) -> None:
@@ -46,8 +76,8 @@ def prepare_directory(root: Path, *, create: bool) -> None:
         raise NotARepository(f"{root} can't be created: {error.strerror}", path=str(root)) from error
 
 
-def prepare_bucket(store: S3Store, url: str, *, create: bool) -> None:
-    """Make what lies under the URL a repository, or refuse it.
+def prepare_bucket(store: S3Store, url: str, codec: str, *, create: bool) -> None:
+    """Make what lies under the URL a repository, or refuse it; ``codec`` is for a new one.
 
     Raises
     ------
@@ -60,7 +90,7 @@ def prepare_bucket(store: S3Store, url: str, *, create: bool) -> None:
         raise NotARepository(f"there is no repository at {url}", path=url)
     if not store.is_empty() and not store.exists(MARKER):
         raise NotARepository(f"{url} is not a repository and not empty: give a prefix that nothing uses", path=url)
-    open_marker(store, url)
+    open_marker(store, url, codec)
     if store.put_if_absent(MARKER, store.get(MARKER) or b""):
         raise NotARepository(
             f"the S3 server of {url} ignores If-None-Match: a repository needs one that creates an object only once",
@@ -68,21 +98,24 @@ def prepare_bucket(store: S3Store, url: str, *, create: bool) -> None:
         )
 
 
-def open_marker(store: Store, where: str) -> str:
-    """Return the repository's id, writing the marker into a new store.
+def open_marker(store: Store, where: str, codec: str) -> Marker:
+    """Return what the repository is, having written a marker with ``codec`` into a new store.
+
+    From then on the store knows the codec that the repository's chunks are stored with.
 
     Raises
     ------
     NewerFormat, NotARepository
     """
     if store.get(MARKER) is None:
-        marker = {"format": _FORMAT, "version": FORMAT_VERSION, "repository_id": str(uuid.uuid4())}
-        store.put_if_absent(MARKER, canonical_json(marker))
-    return read_marker(store, where)
+        store.put_if_absent(MARKER, Marker(str(uuid.uuid4()), codec).data)
+    marker = read_marker(store, where)
+    store.codec = marker.codec
+    return marker
 
 
-def read_marker(store: Store, where: str) -> str:
-    """Return the repository's id; nothing is written.
+def read_marker(store: Store, where: str) -> Marker:
+    """Return what the repository is; nothing is written.
 
     Raises
     ------
@@ -91,25 +124,32 @@ def read_marker(store: Store, where: str) -> str:
     data = store.get(MARKER)
     if data is None:
         raise NotARepository(f"{where} has no {MARKER}: it is no repository, or what holds it is not mounted")
-    value = _read(data, where)
-    version = value["version"]
+    try:
+        value = parse_loose_json(data, what=MARKER)
+    except KvgraftError as error:
+        raise NotARepository(f"{where} has a damaged {MARKER}: {error.message}") from None
+    match value:
+        case {"format": "kvgraft.repository", "version": int(version), "repository_id": str(repository_id)} if (
+            version is not True
+        ):
+            pass
+        case _:
+            raise NotARepository(f"{where} has a {MARKER} of another kind")
     if version > FORMAT_VERSION:
         raise NewerFormat(
             f"the repository at {where} has format version {version}; this kvgraft reads up to {FORMAT_VERSION}: upgrade kvgraft",
             found=version,
             supported=FORMAT_VERSION,
         )
-    return str(value["repository_id"])
-
-
-def _read(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        value = parse_loose_json(data, what=MARKER)
-    except KvgraftError as error:
-        raise NotARepository(f"{where} has a damaged {MARKER}: {error.message}") from None
-    match value:
-        case {"format": "kvgraft.repository", "version": int(version), "repository_id": str()} if (
-            version >= 1 and version is not True
-        ):
-            return dict(value)
-    raise NotARepository(f"{where} has a {MARKER} of another kind")
+    codec = value.get("codec") if version == _FRAMED else NONE
+    marker = Marker(repository_id, str(codec))
+    if codec is None or marker.version != version:
+        raise NotARepository(f"{where} has a {MARKER} of another kind")
+    if codec not in CODECS:
+        raise NewerFormat(
+            f"the chunks of the repository at {where} are stored with the codec {marker.codec[:40]!r}; this kvgraft "
+            f"knows {', '.join(CODECS)}: upgrade kvgraft",
+            found=marker.codec,
+            supported=list(CODECS),
+        )
+    return marker

@@ -25,6 +25,7 @@ from repo_service.domain.errors import (
 )
 from repo_service.domain.errors import Divergence as DivergenceError
 from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.frame import NONE, encode_chunk
 from repo_service.domain.layout import ChunkSpec, Layout
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import check_namespace
@@ -153,9 +154,13 @@ class LocalPush(Push):
         spec = self._index.wanted(self.id, digest, self._namespace)
         size = memoryview(data).nbytes
         _check_chunk(digest, spec, size, chunk_digest(data, spec.dtype, spec.shape) if size == spec.size else "")
-        self._store.put(chunk_key(digest), data)
+        self._write(digest, spec, data)
         self._index.arrived(self.id, digest)
         self._observer.stored(size)
+
+    def _write(self, digest: str, spec: ChunkSpec, data: Buffer) -> None:
+        codec = self._store.codec
+        self._store.put(chunk_key(digest), data if codec == NONE else encode_chunk(data, spec, codec))
 
     def upload_urls(self, digests: Sequence[str], seconds: int) -> dict[str, str]:
         """Where the pusher may put offered chunks itself for ``seconds``; empty for 0, or where the store has no such URLs.
@@ -195,7 +200,10 @@ class LocalPush(Push):
             hasher = ChunkHasher(spec.dtype, spec.shape)
             size = self._store.read_into(ours, memory[: spec.size], hasher.update)
             _check_chunk(digest, spec, size or 0, hasher.digest())
-            self._store.copy(ours, chunk_key(digest))
+            if self._store.codec == NONE:
+                self._store.copy(ours, chunk_key(digest))
+            else:
+                self._write(digest, spec, memory[: spec.size])
             self._index.arrived(self.id, digest)
             self._observer.stored(spec.size)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from itertools import dropwhile, islice
 
 from repo_service.domain.digest import ChunkHasher
 from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, Corrupt, DocumentCorrupt
+from repo_service.domain.frame import NONE, decode_chunk, longest_frame
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest, require_digest
 from repo_service.domain.record import BlockRecord
@@ -62,20 +63,21 @@ def read_record(store: Store, namespace: str, key: str, digest: str) -> BlockRec
     return BlockRecord.parse(require_digest(data, digest, "block record"))
 
 
-def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> None:
-    """Read a chunk into ``out``, hashing it on the way.
+def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> int:
+    """Read a chunk into ``out``, decoded and verified; returns in how many bytes it is stored.
 
     Raises
     ------
     ChunkCorrupt
     """
+    if store.codec == NONE:
+        return _read_raw(store, digest, spec, out[: spec.size])
+    return _read_frame(store, digest, spec, out[: spec.size])
+
+
+def _read_raw(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> int:
     hasher = ChunkHasher(spec.dtype, spec.shape)
-    try:
-        size = store.read_into(chunk_key(digest), out[: spec.size], hasher.update)
-    except DocumentCorrupt as error:
-        raise ChunkCorrupt(f"the chunk {digest} can't be read: {error.message}", digest=digest) from error
-    if size is None:
-        raise ChunkCorrupt(f"the chunk {digest} is missing from the store", digest=digest)
+    size = _read_object(store, digest, out, hasher.update)
     if size != spec.size:
         raise ChunkCorrupt(f"the chunk {digest} has {size} bytes; it must have {spec.size}", digest=digest)
     found = hasher.digest()
@@ -83,6 +85,28 @@ def read_chunk(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> N
         raise ChunkCorrupt(
             f"the chunk {digest} reads as {found}: its stored bytes were altered", digest=digest, found=found
         )
+    return size
+
+
+def _read_frame(store: Store, digest: str, spec: ChunkSpec, out: memoryview) -> int:
+    memory = memoryview(bytearray(longest_frame(spec)))
+    size = _read_object(store, digest, memory, lambda _: None)
+    if size > len(memory):
+        raise ChunkCorrupt(
+            f"the chunk {digest} is stored in {size} bytes; its frame can't have more than {len(memory)}", digest=digest
+        )
+    decode_chunk(memory[:size], digest, spec, out)
+    return size
+
+
+def _read_object(store: Store, digest: str, out: memoryview, seen: Callable[[memoryview], object]) -> int:
+    try:
+        size = store.read_into(chunk_key(digest), out, seen)
+    except DocumentCorrupt as error:
+        raise ChunkCorrupt(f"the chunk {digest} can't be read: {error.message}", digest=digest) from error
+    if size is None:
+        raise ChunkCorrupt(f"the chunk {digest} is missing from the store", digest=digest)
+    return size
 
 
 def read_tokens(store: Store, manifest: Manifest) -> list[int] | None:

@@ -13,6 +13,7 @@ from repo_service.domain.canonical import check_canonical
 from repo_service.domain.digest import BLAKE3
 from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, InvalidInput, KvgraftError, NotARepository
 from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.frame import NONE
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import check_namespace, check_tag
@@ -38,7 +39,7 @@ from repo_service.index import Index
 from repo_service.services.access import Recognition, create_token
 from repo_service.services.documents import chunk_key, seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
-from repo_service.services.marker import open_marker, read_marker
+from repo_service.services.marker import Marker, open_marker, read_marker
 from repo_service.services.observer import Observer
 from repo_service.services.ownership import Ownership
 from repo_service.services.places import find_place
@@ -52,7 +53,7 @@ from repo_service.services.settle import drop_unread, settle
 from repo_service.services.undo import follow_rows
 from repo_service.services.withdraw import withdraw
 from repo_service.storage import Store
-from repo_service.version import FORMAT_VERSION, __version__
+from repo_service.version import __version__
 
 _CHECK_WORKERS = 2
 
@@ -89,9 +90,9 @@ def open_local(
     with ExitStack() as stack:
         stack.callback(place.store.close)
         # The marker comes first: another process that opens the place now must know it for a repository.
-        repository_id = open_marker(place.store, url)
+        marker = open_marker(place.store, url, place.codec)
         index = stack.enter_context(Index.open(place.index_url))
-        owner = Ownership(place.store, url, index.claim(repository_id)) if place.has_owner else None
+        owner = Ownership(place.store, url, index.claim(marker.repository_id)) if place.has_owner else None
         if owner is None:
             if take_over:
                 raise InvalidInput(f"{url} has its index inside: there is nothing to take over", url=url)
@@ -100,7 +101,7 @@ def open_local(
             index.set_incomplete()
         else:
             owner.claim()
-        repository = LocalRepository(url, repository_id, place.store, index, place.reserve, owner)
+        repository = LocalRepository(url, marker, place.store, index, place.reserve, owner)
         if not take_over and not index.is_complete():
             # It is new, or was lost or left behind; the store is the truth (I5).
             reindex(place.store, index, again=False)
@@ -124,10 +125,10 @@ class LocalRepository(Repository):
     """
 
     def __init__(
-        self, url: str, repository_id: str, store: Store, index: Index, reserve: Reserve, owner: Ownership | None = None
+        self, url: str, marker: Marker, store: Store, index: Index, reserve: Reserve, owner: Ownership | None = None
     ) -> None:
         self.url = url
-        self._id = repository_id
+        self._marker = marker
         self._store = store
         self._index = index
         self._reserve = reserve
@@ -138,7 +139,12 @@ class LocalRepository(Repository):
         self.observer = Observer()
 
     def info(self) -> RepositoryInfo:
-        return RepositoryInfo(repository_id=self._id, format_version=FORMAT_VERSION, server_version=__version__)
+        return RepositoryInfo(
+            repository_id=self._marker.repository_id,
+            format_version=self._marker.version,
+            codec=self._marker.codec,
+            server_version=__version__,
+        )
 
     def begin_push(self, fingerprint: Fingerprint, namespace: str) -> LocalPush:
         # New bytes don't take the room that deletions need.
@@ -188,8 +194,11 @@ class LocalRepository(Repository):
         RepositoryError, Unavailable
         """
         found = read_marker(self._store, self.url)
-        if found != self._id:
-            raise NotARepository(f"{self.url} is the repository {found} now; it was {self._id}", found=found)
+        if found != self._marker:
+            raise NotARepository(
+                f"{self.url} is the repository {found.repository_id} now; it was {self._marker.repository_id}",
+                found=found.repository_id,
+            )
 
     def probe_index(self) -> int:
         """Ask the index for the number of running pushes.
@@ -217,6 +226,11 @@ class LocalRepository(Repository):
             self._await_again([digest])
             raise
         self.observer.read(spec.size)
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether the store holds frames, which `chunk_urls` then lead to."""
+        return self._store.codec != NONE
 
     def chunk_urls(self, artifact_id: str, namespace: str, digest: str, seconds: int) -> dict[str, str]:
         """Where the store itself gives a chunk of the artifact, and those that follow it, to anyone for ``seconds``.

@@ -88,6 +88,7 @@ def scrub(
         block_records=run.counts["block record"],
         chunks=run.counts["chunk"],
         bytes=run.bytes,
+        stored_bytes=run.stored_bytes,
         complete=complete,
         damaged=run.damaged,
         damage=run.damage,
@@ -106,6 +107,7 @@ class _Scrub:
         self._index = index
         self._pace = pace
         self.bytes = 0
+        self.stored_bytes = 0
         self.damaged = 0
         self.counts = {"artifact": 0, "block record": 0, "chunk": 0}
         self.damage: list[Damage] = []
@@ -173,8 +175,9 @@ class _Scrub:
             if len(buffer) < spec.size:
                 buffer = memoryview(bytearray(spec.size))
             self.counts["chunk"] += 1
+            stored = spec.size
             try:
-                read_chunk(self._store, digest, spec, buffer[: spec.size])
+                stored = read_chunk(self._store, digest, spec, buffer[: spec.size])
             except ChunkCorrupt:
                 holders = self._index.holders_of_chunk(digest)
                 # Whoever deleted the artifacts meanwhile took the chunk with them.
@@ -185,7 +188,8 @@ class _Scrub:
                 if damaged:
                     self._index.mark_whole([digest])
             self.bytes += spec.size
-            self._pace.moved(spec.size)
+            self.stored_bytes += stored
+            self._pace.moved(stored)
 
     def _published_chunks(self) -> Iterator[PublishedChunk]:
         digest = None

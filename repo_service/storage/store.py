@@ -10,6 +10,7 @@ from typing import ClassVar
 from typing_extensions import Buffer
 
 from repo_service.domain.errors import InvalidInput
+from repo_service.domain.frame import NONE
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
 _KEY = re.compile(rf"(?!tmp(/|\Z)){_SEGMENT}(/{_SEGMENT})*", re.ASCII)
@@ -52,6 +53,9 @@ class Store(ABC):
     whose medium can't read it, `Unavailable` for any other fault of the backend, `InvalidInput` for a
     key outside the grammar.
     """
+
+    codec: str = NONE
+    """What the chunks in it are stored with. A repository's marker says so; a store itself takes and gives bytes as they are."""
 
     concurrency: ClassVar[int] = 1
     """How many calls at once are faster than one after the other."""

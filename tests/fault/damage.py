@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import http.client
+import os
 import random
 import shutil
 import time
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 from urllib.parse import urlsplit
 
 from pushing import Artifact, push
@@ -24,6 +26,7 @@ from synthetic import artifact, fingerprint
 
 from repo_service.client import open_repository
 from repo_service.domain.errors import Corrupt, Divergence
+from repo_service.domain.frame import BLOSC
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.domain.repository import Repository
@@ -39,6 +42,7 @@ from repo_service.services.documents import (
     manifest_key,
     tag_place,
 )
+from repo_service.services.places import CODEC_VARIABLE
 from repo_service.services.read import held_chunks
 from repo_service.services.repository import open_local
 from tests.fault.suite import Fault
@@ -180,6 +184,11 @@ def flips(directory: Path, seed: int, *, flips: int, truncations: int, served_ev
         "complete_corrupt_responses": damage.corrupt_responses,
         "found_by_scrub": damage.scrubbed,
     }
+
+
+def flips_in_frames(directory: Path, seed: int, **sizes: int) -> dict[str, Any]:
+    with mock.patch.dict(os.environ, {CODEC_VARIABLE: BLOSC}):
+        return flips(directory, seed, **sizes)
 
 
 def fill(repository: Repository) -> None:
@@ -329,5 +338,12 @@ FAULTS = [
         flips,
         short={"flips": 48, "truncations": 12, "served_every": 7},
         full={"flips": 10_000, "truncations": 1_000, "served_every": 7},
-    )
+    ),
+    Fault(
+        "flips-in-frames",
+        "the same where chunks are stored encoded",
+        flips_in_frames,
+        short={"flips": 24, "truncations": 12, "served_every": 7},
+        full={"flips": 10_000, "truncations": 1_000, "served_every": 7},
+    ),
 ]
