@@ -88,11 +88,11 @@ class Destination:
         self._memory[:] = bytes(len(self._memory))
         self.block = np.empty(layout.arrays["full/k"].shape(1)[1:], dtype=np.uint16)
 
-    def _parts(self) -> Iterable[memoryview]:
+    def parts(self) -> Iterable[memoryview]:
         return (self._memory[i : i + self.chunk_size] for i in range(0, len(self._memory), self.chunk_size))
 
     def raw_read(self, files: list[Path], pool: ThreadPoolExecutor) -> None:
-        list(pool.map(_read_file, files, self._parts()))
+        list(pool.map(_read_file, files, self.parts()))
 
     def restore(self, repository: Repository, pool: ThreadPoolExecutor) -> None:
         manifest = repository.manifest(self._artifact.manifest.id, NAMESPACE)
@@ -101,14 +101,14 @@ class Destination:
             pool.map(
                 lambda chunk, out: repository.read_chunk(manifest.id, NAMESPACE, chunk[0], chunk[1], out),
                 self._chunks,
-                self._parts(),
+                self.parts(),
             )
         )
 
     def sendfile(
         self, port: int, files: list[Path], pool: ThreadPoolExecutor, hasher: Callable[[], Any] | None = None
     ) -> None:
-        parts = list(self._parts())
+        parts = list(self.parts())
         list(pool.map(lambda i: _fetch(port, files[i::CONNECTIONS], parts[i::CONNECTIONS], hasher), range(CONNECTIONS)))
 
 

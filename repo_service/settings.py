@@ -59,6 +59,12 @@ class Settings(BaseSettings):
     namespace_mib_per_second: float = Field(
         0, ge=0, le=10**9, description="MiB of bodies that it may have in a second, both ways together; 0 is no limit."
     )
+    direct_seconds: int = Field(
+        0,
+        ge=0,
+        le=3600,
+        description="How long the URLs are good at which clients fetch and put chunks at S3 themselves; with 0 there are none.",
+    )
     gc_seconds: float = Field(
         600, ge=0, le=10**7, description="Time between collections of garbage; 0 leaves them to kvgraft gc."
     )

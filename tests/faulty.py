@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import ssl
 import struct
 import threading
 from collections import Counter
@@ -35,6 +36,8 @@ class Faults:
         and never answered; ``body-stall``, no end of the answer's body; ``late``, passed on, answered never.
     stall_s
         How long a stalled request is held before its connection is closed.
+    hear
+        Given the headers of every request, their names in small letters.
     requests
         Method, path and Range of every request, in order.
     """
@@ -42,6 +45,7 @@ class Faults:
     url: str
     choose: Callable[[str, str], str | None] = lambda *_: None
     stall_s: float = 60
+    hear: Callable[[dict[str, str]], object] = lambda _: None
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     met: Counter[str] = field(default_factory=Counter)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -57,15 +61,17 @@ class Faults:
 
 
 @contextmanager
-def faulty(url: str) -> Iterator[Faults]:
-    """A proxy in front of the server at ``url``, on a free loopback port."""
+def faulty(url: str, tls: ssl.SSLContext | None = None) -> Iterator[Faults]:
+    """A proxy in front of the server at ``url``, on a free loopback port, and behind TLS if asked."""
     upstream = urlsplit(url).netloc
 
     class Handler(_Handler):
         server_netloc = upstream
 
     server = _Server(("127.0.0.1", 0), Handler)
-    faults = Faults(f"http://127.0.0.1:{server.server_address[1]}")
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    faults = Faults(f"{'https' if tls else 'http'}://127.0.0.1:{server.server_address[1]}")
     Handler.faults = faults
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
@@ -104,6 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         faults = self.faults
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         faults.requests.append((self.command, self.path, self.headers.get("Range")))
+        faults.hear({name.lower(): value for name, value in self.headers.items()})
         kind = faults.choose(self.command, self.path)
         if kind is not None:
             faults.met[kind] += 1

@@ -60,6 +60,7 @@ IN_NAMESPACES: dict[tuple[str, str], tuple[str, Any, int]] = {
     ("GET", "/artifacts/{ref}/blocks"): (READ, None, 404),
     ("POST", "/artifacts/{ref}/check"): (READ, None, 404),
     ("GET", "/artifacts/{artifact_id}/chunks/{digest}"): (READ, None, 404),
+    ("GET", "/artifacts/{artifact_id}/chunks/{digest}/urls"): (READ, None, 404),
     ("GET", "/artifacts/{ref}/zarr/{key}"): (READ, None, 410),
     ("HEAD", "/artifacts/{ref}/zarr/{key}"): (READ, None, 410),
     ("POST", "/artifacts/query"): (READ, {}, 200),
@@ -74,6 +75,8 @@ IN_NAMESPACES: dict[tuple[str, str], tuple[str, Any, int]] = {
     ("POST", "/pushes"): (WRITE, {"fingerprint": MADE[0].fingerprint.sections}, 201),
     ("POST", "/pushes/{push_id}/blocks"): (WRITE, {"records": []}, 404),
     ("PUT", "/pushes/{push_id}/chunks/{digest}"): (WRITE, b"1234", 404),
+    ("POST", "/pushes/{push_id}/uploads"): (WRITE, {"digests": [NO_DIGEST["blake3"]]}, 404),
+    ("POST", "/pushes/{push_id}/uploads/{digest}"): (WRITE, None, 404),
     ("POST", "/pushes/{push_id}/commit"): (WRITE, MADE[0].data, 404),
     ("DELETE", "/pushes/{push_id}"): (WRITE, None, 204),
 }

@@ -135,7 +135,7 @@ def test_a_server_that_is_not_there_is_given_up_at_the_deadline(monkeypatch: pyt
     [
         (507, "InsufficientStorage", StorageFull, "quota"),
         (403, "QuotaExceeded", StorageFull, "quota"),
-        (400, "AuthorizationHeaderMalformed", Unavailable, "AWS_REGION"),
+        (400, "AuthorizationHeaderMalformed", Unavailable, "AWS_DEFAULT_REGION"),
         (501, "NotImplemented", Unavailable, "If-None-Match"),
     ],
 )

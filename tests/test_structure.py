@@ -27,11 +27,14 @@ LAYERS = {
     "repo_service.version": set(),
     "repo_service.settings": {"repo_service.domain"},
     "repo_service.domain": {"repo_service.domain"},
-    "repo_service.storage": {"repo_service.storage", "repo_service.domain"},
+    "repo_service.connections": set(),
+    "repo_service.storage": {"repo_service.storage", "repo_service.connections", "repo_service.domain"},
     "repo_service.index": {"repo_service.index", "repo_service.domain", "repo_service.version"},
     "repo_service.services": {f"repo_service.{name}" for name in ("services", "storage", "index", "domain", "version")},
     "repo_service.api": {f"repo_service.{name}" for name in ("api", "services", "domain", "settings", "version")},
-    "repo_service.client": {f"repo_service.{name}" for name in ("client", "services", "domain", "version")},
+    "repo_service.client": {
+        f"repo_service.{name}" for name in ("client", "services", "connections", "domain", "version")
+    },
     "repo_service.cli": {
         f"repo_service.{name}" for name in ("cli", "api", "client", "services", "domain", "settings", "version")
     },
@@ -57,7 +60,7 @@ HOMES = {
     "torch": {"engine_adapter"},
     "transformers": {"engine_adapter"},
     "typer": {"repo_service.cli", "engine_adapter.cli"},
-    "urllib3": {"repo_service.client"},
+    "urllib3": set(),
     "uvicorn": {"repo_service.api"},
     "zarr": {"repo_service.client"},
 }

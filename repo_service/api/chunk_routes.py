@@ -28,6 +28,7 @@ from repo_service.domain.errors import (
     TagNotFound,
     Unavailable,
 )
+from repo_service.domain.views import ChunkUrls
 
 _OCTETS: dict[int | str, dict[str, Any]] = {
     200: {"description": "The verified octets.", "content": {OCTETS: BINARY}},
@@ -59,6 +60,30 @@ async def get_chunk(request: Request, artifact_id: ArtifactId, digest: str) -> R
         return Chunk(digest, spec.size, read, IMMUTABLE)
 
     return await chunk_answer(request, context, find)
+
+
+@router.get(
+    "/artifacts/{artifact_id}/chunks/{digest}/urls",
+    tags=["chunks"],
+    response_model=ChunkUrls,
+    responses=error_answers(ArtifactNotFound, ChunkNotFound, MalformedDigest, Unavailable),
+)
+@needs(Scope.READ)
+def get_chunk_urls(request: Request, response: Response, artifact_id: ArtifactId, digest: str) -> ChunkUrls:
+    """Where a chunk, and those that follow it in the artifact, can be fetched without the service in between.
+
+    What comes from there is not verified: whoever fetches it must hash it. The URLs are secrets.
+    """
+    parse_digest(artifact_id, SHA256)
+    parse_digest(digest, BLAKE3)
+    context, namespace = context_of(request), namespace_of(request)
+    seconds = context.settings.direct_seconds
+    response.headers["Cache-Control"] = "no-store"
+    if not seconds:
+        context.repository.chunk_spec(artifact_id, namespace, digest)
+        return ChunkUrls(seconds=0, urls={})
+    urls = context.repository.chunk_urls(artifact_id, namespace, digest, seconds)
+    return ChunkUrls(seconds=seconds, urls=urls, framed=context.repository.is_framed)
 
 
 GONE = 410

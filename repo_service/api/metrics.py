@@ -61,6 +61,7 @@ class Metrics(Observer):
 
         self._read = counter("chunks_read", "Chunks read and verified for a reader.")
         self._read_bytes = counter("chunk_read_bytes", "Bytes of the chunks read.")
+        self._located = counter("chunk_urls", "URLs given to clients to fetch or put chunks at S3 themselves.")
         self._stored = counter("chunks_stored", "Chunks that arrived by a push.")
         self._stored_bytes = counter("chunk_stored_bytes", "Bytes of the chunks that arrived.")
         self._matches = counter("matches", "Questions for the longest stored prefix: hit or miss.", "result")
@@ -120,6 +121,9 @@ class Metrics(Observer):
     def read(self, size: int) -> None:
         self._read.inc()
         self._read_bytes.inc(size)
+
+    def located(self, chunks: int) -> None:
+        self._located.inc(chunks)
 
     def stored(self, size: int) -> None:
         self._stored.inc()

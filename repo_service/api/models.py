@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
 MAX_MATCH_KEYS = 2**18
 MAX_RECORDS = 4096
+MAX_UPLOADS = 64
 
 _DIGEST = {"type": "string", "pattern": "^(sha256|blake3):[0-9a-f]{64}$"}
 
@@ -66,6 +67,14 @@ class OfferRequest(Body):
 
     records: Annotated[list[RecordDocument], FailFast()] = Field(max_length=MAX_RECORDS, description="Block records.")
     tokens: TokensOffer | None = Field(None, description="Left out where the token ids stay private.")
+
+
+class UploadRequest(Body):
+    """Chunks that the pusher wants to put at S3 itself."""
+
+    digests: Annotated[list[str], FailFast()] = Field(
+        min_length=1, max_length=MAX_UPLOADS, description="Digests that offers answered as missing."
+    )
 
 
 class MatchRequest(Body):

@@ -20,7 +20,7 @@ from repo_service.api.bodies import (
 )
 from repo_service.api.context import ContextOf, Namespace
 from repo_service.api.errors import error_answers
-from repo_service.api.models import OfferRequest, PushRequest, PushStarted
+from repo_service.api.models import OfferRequest, PushRequest, PushStarted, UploadRequest
 from repo_service.api.octets import BINARY, OCTETS
 from repo_service.domain.access import Scope
 from repo_service.domain.digest import BLAKE3, parse_digest
@@ -44,7 +44,7 @@ from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import MAX_CHUNK_BYTES
 from repo_service.domain.manifest import MAX_MANIFEST_BYTES, Manifest
 from repo_service.domain.record import BlockRecord
-from repo_service.domain.views import ArtifactInfo, PushOffer
+from repo_service.domain.views import ArtifactInfo, ChunkUrls, PushOffer
 
 PushId = Annotated[str, Path(description="Id that beginning the push gave.")]
 
@@ -111,6 +111,43 @@ async def put_chunk(
         data = loan.memory[:length]
         await read_exactly(request, data, context.settings)
         await to_thread.run_sync(push.put, digest, data, limiter=context.chunk_threads)
+    finally:
+        loan.give_back()
+    return Response(status_code=204)
+
+
+@router.post(
+    "/{push_id}/uploads",
+    responses=error_answers(PushNotFound, ChunkNotFound, MalformedDigest, Unavailable),
+)
+@needs(Scope.WRITE)
+def get_upload_urls(
+    response: Response, context: ContextOf, namespace: Namespace, push_id: PushId, body: UploadRequest
+) -> ChunkUrls:
+    """Where chunks can be put without the service in between, each to be taken when it is there. The URLs are secrets."""
+    response.headers["Cache-Control"] = "no-store"
+    for digest in body.digests:
+        parse_digest(digest, BLAKE3)
+    seconds = context.settings.direct_seconds
+    push = context.repository.resume_push(push_id, namespace)
+    return ChunkUrls(seconds=seconds, urls=push.upload_urls(body.digests, seconds))
+
+
+@router.post(
+    "/{push_id}/uploads/{digest}",
+    status_code=204,
+    responses=error_answers(
+        PushNotFound, ChunkNotFound, DigestMismatch, SizeMismatch, MalformedDigest, StorageFull, Unavailable
+    ),
+)
+@needs(Scope.WRITE)
+async def take_upload(context: ContextOf, namespace: Namespace, push_id: PushId, digest: str) -> Response:
+    """Read back what was put at the chunk's URL, and store it if it is what the digest names."""
+    parse_digest(digest, BLAKE3)
+    push = context.repository.resume_push(push_id, namespace)
+    loan = await context.buffers.take()
+    try:
+        await to_thread.run_sync(push.take, digest, loan.memory, limiter=context.chunk_threads)
     finally:
         loan.give_back()
     return Response(status_code=204)

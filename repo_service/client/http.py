@@ -10,6 +10,7 @@ from urllib.parse import SplitResult
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import Buffer
 
+from repo_service.client.direct import DirectReads, DirectWrites, Reach
 from repo_service.client.transport import RETRY_S, Transport
 from repo_service.domain.access import DEFAULT_LIFETIME_S, AccessToken, NewAccessToken, Scope, check_token_id
 from repo_service.domain.canonical import canonical_json, parse_loose_json
@@ -77,6 +78,8 @@ class HttpRepository(Repository):
 
     def __init__(self, parts: SplitResult, token: str | None = None, *, retry_s: float = RETRY_S) -> None:
         self._transport = Transport(parts, token, retry_s=retry_s)
+        self._reach = Reach(self._transport)
+        self._reads = DirectReads(self._reach)
         self.url = self._transport.url
 
     def info(self) -> RepositoryInfo:
@@ -88,7 +91,7 @@ class HttpRepository(Repository):
         data = self._call("POST", path, canonical_json({"fingerprint": fingerprint.sections}))
         match _parse(data, "POST", path):
             case {"id": str(push_id)} if push_id.isascii() and push_id.isalnum():
-                return HttpPush(self, self._transport, push_id, namespace)
+                return HttpPush(self, self._transport, push_id, namespace, self._reach)
         raise _nonsense("POST", path)
 
     def artifact(self, ref: str, namespace: str) -> ArtifactInfo:
@@ -125,7 +128,9 @@ class HttpRepository(Repository):
     def read_chunk(self, artifact_id: str, namespace: str, digest: str, spec: ChunkSpec, out: memoryview) -> None:
         parse_digest(artifact_id, SHA256)
         parse_digest(digest, BLAKE3)
-        self._transport.fetch_chunk(f"{_artifact(namespace, artifact_id)}/chunks/{digest}", digest, spec, out)
+        path = f"{_artifact(namespace, artifact_id)}/chunks/{digest}"
+        if not self._reads.fetch(path, digest, spec, out):
+            self._transport.fetch_chunk(path, digest, spec, out)
 
     def match(self, namespace: str, keys: Sequence[str]) -> Match | None:
         path = f"{_place(namespace)}/match"
@@ -198,6 +203,7 @@ class HttpRepository(Repository):
         return self._ask(AccessToken, "DELETE", f"/v1/tokens/{check_token_id(token_id)}")
 
     def close(self) -> None:
+        self._reach.close()
         self._transport.close()
 
     def _call(
@@ -211,14 +217,17 @@ class HttpRepository(Repository):
 
 
 class HttpPush(Push):
-    """A push to a kvgraft service; chunks may be sent from several threads."""
+    """A push to a kvgraft service; chunks may be sent from several threads, past the service if ``reach`` is given."""
 
-    def __init__(self, repository: HttpRepository, transport: Transport, push_id: str, namespace: str) -> None:
+    def __init__(
+        self, repository: HttpRepository, transport: Transport, push_id: str, namespace: str, reach: Reach | None = None
+    ) -> None:
         self.id = push_id
         self._repository = repository
         self._transport = transport
         self._namespace = namespace
         self._path = f"{_place(namespace)}/pushes/{push_id}"
+        self._writes = None if reach is None else DirectWrites(reach, self._path)
 
     def offer(self, records: Sequence[BlockRecord]) -> list[str]:
         missing: list[str] = []
@@ -234,7 +243,8 @@ class HttpPush(Push):
         octets = memoryview(data).cast("B")
         if len(octets) > MAX_CHUNK_BYTES:
             raise SizeMismatch(f"the chunk {digest} can't have {len(octets)} bytes", digest=digest)
-        self._transport.call("PUT", f"{self._path}/chunks/{digest}", octets, media_type=OCTETS, limit=0)
+        if self._writes is None or not self._writes.send(digest, octets):
+            self._transport.call("PUT", f"{self._path}/chunks/{digest}", octets, media_type=OCTETS, limit=0)
 
     def commit(self, manifest: Manifest) -> ArtifactInfo:
         path = f"{self._path}/commit"
@@ -258,7 +268,11 @@ class HttpPush(Push):
 
     def _offer(self, body: bytes) -> list[str]:
         path = f"{self._path}/blocks"
-        return _view(PushOffer, self._transport.call("POST", path, body, limit=MAX_ANSWER_BYTES), "POST", path).missing
+        data = self._transport.call("POST", path, body, limit=MAX_ANSWER_BYTES)
+        missing = _view(PushOffer, data, "POST", path).missing
+        if self._writes is not None:
+            self._writes.expect(missing)
+        return missing
 
 
 def _batches(records: Sequence[BlockRecord]) -> Iterator[list[BlockRecord]]:

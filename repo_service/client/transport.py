@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
-import io
 import json
 import os
 import random
-import socket
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from http.client import HTTPException, HTTPResponse
+from typing import TypeVar
 from urllib.parse import SplitResult
 
-import urllib3
-import urllib3.connection
 from typing_extensions import Buffer
 
+from repo_service.connections import Pool, Unconnected, receive
 from repo_service.domain.digest import ChunkHasher
 from repo_service.domain.errors import (
     ChunkCorrupt,
@@ -35,6 +32,8 @@ CONNECT_S = 5.0
 READ_S = 60.0
 RETRY_S = 30.0
 
+USER_AGENT = f"kvgraft/{__version__}"
+
 CA_VARIABLE = "KVGRAFT_CA_FILE"
 
 # Bytes a second. A chunk of 8 MiB then has about the 10 minutes that a service gives to it.
@@ -48,16 +47,12 @@ _BUSY = (408, 429, 503)
 
 _MAX_ERROR_BYTES = 2**20
 
-# A piece is hashed while it still lies in the core's cache.
-_PIECE = 512 * 1024
+
+class TooSlow(Exception):
+    """A transfer below the slowest pace."""
 
 
-class _TooSlow(Exception):
-    """A transfer below the slowest pace; urllib3 lets it through and drops the connection."""
-
-
-_UNSENT = (urllib3.exceptions.ConnectTimeoutError, urllib3.exceptions.NewConnectionError)
-_LOST = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError, _TooSlow)
+LOST = (HTTPException, OSError, TooSlow)
 
 T = TypeVar("T")
 
@@ -71,96 +66,48 @@ class _Busy(Exception):
         self.delay_s = delay_s
 
 
-class _Pace:
-    """How long a transfer may go on: ``READ_S``, and a second for each ``_SLOWEST`` bytes that moved."""
+class Pace:
+    """How long a transfer may go on: ``READ_S``, and a second for each ``_SLOWEST`` bytes that moved.
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self.moved = 0
+    Parameters
+    ----------
+    read_s
+        Longest silence of the service before it answers.
+    """
+
+    def __init__(self, read_s: float) -> None:
+        self._read_s = read_s
+        self._is_awaited = False
+        self._begin()
 
     def wait_s(self) -> float:
-        """Longest wait for the next byte.
-
-        Raises
-        ------
-        _TooSlow
-        """
-        rest = self._began + READ_S + self.moved / _SLOWEST - time.monotonic()
+        if self._is_awaited:
+            return self._read_s
+        rest = self._began + READ_S + self._moved / _SLOWEST - time.monotonic()
         if rest <= 0:
-            raise self.too_slow()
+            raise self.late()
         return min(READ_S, rest)
 
-    def too_slow(self) -> _TooSlow:
+    def late(self) -> Exception:
+        if self._is_awaited:
+            return TimeoutError("timed out")
         took = time.monotonic() - self._began
-        return _TooSlow(
-            f"{self.moved} bytes moved in {took:.0f} s; {READ_S:.0f} s are given, and 1 s more for each {_SLOWEST} bytes"
+        return TooSlow(
+            f"{self._moved} bytes moved in {took:.0f} s; {READ_S:.0f} s are given, and 1 s more for each {_SLOWEST} bytes"
         )
 
+    def moved(self, count: int) -> None:
+        if self._is_awaited:
+            self._is_awaited = False
+            self._begin()
+        self._moved += count
 
-class _PacedSource(io.RawIOBase):
-    """What a socket receives, at no less than the slowest pace once the first byte is there."""
+    def sent(self) -> None:
+        self._is_awaited = True
 
-    def __init__(self, source: io.BufferedReader, sock: socket.socket) -> None:
-        self._source = source.detach()
-        self._socket = sock
-        self._wait_s = sock.gettimeout()
-        self._pace: _Pace | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, out: Any) -> int:
-        if self._pace is not None and (wait_s := self._pace.wait_s()) != self._wait_s:
-            self._socket.settimeout(wait_s)
-            self._wait_s = wait_s
-        try:
-            count = self._socket.recv_into(out)
-        except TimeoutError:
-            if self._pace is None:
-                raise
-            raise self._pace.too_slow() from None
-        if self._pace is None:
-            self._pace = _Pace()
-        self._pace.moved += count
-        return count
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()
-
-
-class _PacedResponse(http.client.HTTPResponse):
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(_PacedSource(self.fp, sock))
-
-
-class _PacedConnection(http.client.HTTPConnection):
-    """Sends no slower than the pace; left to urllib3, a whole body would have the time for connecting."""
-
-    response_class = _PacedResponse
-
-    def send(self, data: Any) -> None:
-        if self.sock is None:
-            self.connect()
-        octets = memoryview(data).cast("B")
-        pace = _Pace()
-        while pace.moved < len(octets):
-            self.sock.settimeout(pace.wait_s())
-            piece = octets[pace.moved : pace.moved + _PIECE]
-            try:
-                self.sock.sendall(piece)
-            except TimeoutError:
-                raise pace.too_slow() from None
-            pace.moved += len(piece)
-
-
-class _Connection(_PacedConnection, urllib3.connection.HTTPConnection):
-    pass
-
-
-class _SecureConnection(_PacedConnection, urllib3.connection.HTTPSConnection):
-    pass
+    def _begin(self) -> None:
+        self._began = time.monotonic()
+        self._moved = 0
 
 
 class Transport:
@@ -183,19 +130,13 @@ class Transport:
     ) -> None:
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._retry_s = retry_s
-        self._headers = {"User-Agent": f"kvgraft/{__version__}"}
+        self._headers = {"User-Agent": USER_AGENT}
         if token is not None:
             if not token or not token.isascii() or not token.isprintable() or " " in token:
                 raise InvalidInput("the token must be printable ASCII without spaces")
             self._headers["Authorization"] = f"Bearer {token}"
-        secure = parts.scheme == "https"
-        host = parts.hostname or ""
-        self._pool = (
-            urllib3.HTTPSConnectionPool(host, parts.port, maxsize=connections, ssl_context=_trust())
-            if secure
-            else urllib3.HTTPConnectionPool(host, parts.port, maxsize=connections)
-        )
-        self._pool.ConnectionCls = _SecureConnection if secure else _Connection
+        trust = trusted() if parts.scheme == "https" else None
+        self._pool = Pool(parts.hostname or "", parts.port, trust, keep=connections)
 
     def call(
         self,
@@ -236,7 +177,7 @@ class Transport:
         ChunkCorrupt
             If what came is not what the digest names.
         """
-        self._send("GET", path, lambda answer: _read_chunk(answer, digest, spec, out))
+        self._send("GET", path, lambda answer: receive_chunk(answer, digest, spec, out))
 
     def close(self) -> None:
         self._pool.close()
@@ -245,7 +186,7 @@ class Transport:
         self,
         method: str,
         path: str,
-        use: Callable[[urllib3.HTTPResponse], T],
+        use: Callable[[HTTPResponse], T],
         body: Buffer | None = None,
         headers: dict[str, str] | None = None,
         again: bool = True,
@@ -261,10 +202,11 @@ class Transport:
                 # Nothing was begun of what the rate did not admit.
                 refused = isinstance(busy.error, RateLimited)
                 reason, wait, last = busy.error, busy.delay_s, not (again or refused)
-            except _LOST as error:
-                if (distrust := _distrust(error)) is not None:
-                    raise self._untrusted(distrust) from None
-                unsent = isinstance(error, _UNSENT)
+            except LOST as error:
+                if isinstance(error, ssl.SSLCertVerificationError):
+                    # No further attempt would mend it.
+                    raise self._untrusted(error) from None
+                unsent = isinstance(error, Unconnected)
                 reason, wait, last = self._unanswered(method, error, unsent), 0.0, not (again or unsent)
                 last = last or tries == _ATTEMPTS
             wait = max(wait, random.uniform(0, min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2**tries)))
@@ -276,31 +218,16 @@ class Transport:
         self,
         method: str,
         path: str,
-        use: Callable[[urllib3.HTTPResponse], T],
+        use: Callable[[HTTPResponse], T],
         body: Buffer | None,
         headers: dict[str, str],
         read_s: float,
     ) -> T:
-        answer = self._pool.urlopen(
-            method,
-            path,
-            body=body,  # type: ignore[arg-type]
-            headers={**self._headers, **headers},
-            retries=False,
-            redirect=False,
-            timeout=urllib3.Timeout(connect=CONNECT_S, read=read_s),
-            preload_content=False,
-            decode_content=False,
-        )
-        assert isinstance(answer, urllib3.HTTPResponse)
-        try:
+        everything = {**self._headers, **headers}
+        with self._pool.ask(method, path, everything, Pace(read_s), body=body, connect_s=CONNECT_S) as answer:
             if not 200 <= answer.status < 300:
                 raise _refusal(answer, f"{method} {self.url}{path}")
             return use(answer)
-        finally:
-            if not answer.closed:
-                answer.close()
-            answer.release_conn()
 
     def _untrusted(self, error: ssl.SSLCertVerificationError) -> Unavailable:
         return Unavailable(
@@ -311,18 +238,12 @@ class Transport:
 
     def _unanswered(self, method: str, error: Exception, unsent: bool) -> Unavailable:
         text = str(error).rpartition(": ")[2] or type(error).__name__
-        what = "is too slow" if isinstance(error, _TooSlow) else "does not answer"
+        what = "is too slow" if isinstance(error, TooSlow) else "does not answer"
         doubt = "" if unsent or method == "GET" else f"; whether the {method} was carried out is unknown"
         return Unavailable(f"{self.url} {what} ({text[:200]}){doubt}", url=self.url)
 
 
-def _distrust(error: Exception) -> ssl.SSLCertVerificationError | None:
-    """What is wrong with the peer's certificate, which no further attempt would mend."""
-    cause = error.args[0] if isinstance(error, urllib3.exceptions.SSLError) and error.args else None
-    return cause if isinstance(cause, ssl.SSLCertVerificationError) else None
-
-
-def _trust() -> ssl.SSLContext:
+def trusted() -> ssl.SSLContext:
     """The system's authorities, and those in the file that `CA_VARIABLE` names.
 
     Raises
@@ -339,8 +260,8 @@ def _trust() -> ssl.SSLContext:
     return context
 
 
-def _read(answer: urllib3.HTTPResponse, limit: int) -> bytes:
-    data = answer.read(limit + 1, decode_content=False)
+def _read(answer: HTTPResponse, limit: int) -> bytes:
+    data = answer.read(limit + 1)
     if len(data) > limit:
         raise ServiceError(f"the service answered with more than {limit} bytes", limit=limit)
     announced = answer.headers.get("Content-Length", "")
@@ -349,24 +270,21 @@ def _read(answer: urllib3.HTTPResponse, limit: int) -> bytes:
     return data
 
 
-def _read_chunk(answer: urllib3.HTTPResponse, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+def receive_chunk(answer: HTTPResponse, digest: str, spec: ChunkSpec, out: memoryview) -> None:
+    """Read a chunk's decoded bytes out of an answer into ``out``, hashing them on the way.
+
+    Raises
+    ------
+    ChunkCorrupt
+        If what came is not what the digest names.
+    """
     announced = answer.headers.get("Content-Length")
     if announced != str(spec.size):
         raise ChunkCorrupt(
             f"the chunk {digest} came with the length {announced}; it must have {spec.size} bytes", digest=digest
         )
-    # urllib3's own readinto copies; http.client's reads from the socket straight into `out`.
-    source = answer._original_response
-    assert source is not None
     hasher = ChunkHasher(spec.dtype, spec.shape)
-    position = 0
-    while position < spec.size:
-        piece = out[position : min(position + _PIECE, spec.size)]
-        count = source.readinto(piece)
-        if not count:
-            raise ConnectionError(f"the connection ended after {position} of {spec.size} bytes")
-        hasher.update(piece[:count])
-        position += count
+    receive(answer, out[: spec.size], hasher.update)
     found = hasher.digest()
     if found != digest:
         raise ChunkCorrupt(
@@ -374,7 +292,7 @@ def _read_chunk(answer: urllib3.HTTPResponse, digest: str, spec: ChunkSpec, out:
         )
 
 
-def _refusal(answer: urllib3.HTTPResponse, what: str) -> Exception:
+def _refusal(answer: HTTPResponse, what: str) -> Exception:
     """The error that the service answered with."""
     error = _parse_error(answer.status, _read(answer, _MAX_ERROR_BYTES), what)
     if answer.status in _BUSY:

@@ -32,6 +32,16 @@ class RepositoryInfo(View):
     server_version: str
 
 
+class ChunkUrls(View):
+    """Where to fetch chunks without the service in between."""
+
+    seconds: int = Field(description="How long the URLs are good.")
+    urls: dict[str, str] = Field(description="URLs by digest; none where all bytes go through the service.")
+    framed: bool = Field(
+        default=False, description="Whether what is fetched there are frames, which hold the chunks encoded."
+    )
+
+
 class ArtifactInfo(View):
     """One published artifact, as the index knows it."""
 

@@ -26,12 +26,18 @@ TAGS = "tags"
 DIVERGENCES = "divergences"
 POLICIES = "policies"
 QUARANTINE = "quarantine"
+UPLOADS = "uploads"
 
 V = TypeVar("V", bound=View)
 
 
 def chunk_key(digest: str) -> str:
     return f"{CHUNKS}/{_fanned(parse_digest(digest, BLAKE3))}"
+
+
+def upload_key(push_id: str, digest: str) -> str:
+    """Where a client puts a chunk itself; what lies there is unverified."""
+    return f"{UPLOADS}/{push_id}/{parse_digest(digest, BLAKE3).hex()}"
 
 
 def block_record_key(namespace: str, key: str) -> str:

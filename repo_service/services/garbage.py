@@ -27,6 +27,7 @@ from repo_service.services.documents import (
     ENTRIES,
     QUARANTINE,
     TAGS,
+    UPLOADS,
     block_record_key,
     chunk_key,
     manifest_key,
@@ -110,6 +111,7 @@ def collect_garbage(
         if not unreadable and not (dry_run and adopted):
             _sweep(store, index, grace_s, removed)
         _empty_quarantine(store, removed)
+        _empty_uploads(store, grace_s, removed)
     for name in store.remove_leftovers(dry_run=dry_run):
         removed.note("temp file", name, "its writer is gone")
     return GarbageReport(
@@ -256,6 +258,16 @@ def _empty_quarantine(store: Store, removed: _Tally) -> None:
             if not removed.dry_run:
                 store.delete(key, durable=False)
             removed.note("quarantined copy", key, "kept for 30 days")
+
+
+def _empty_uploads(store: Store, grace_s: float, removed: _Tally) -> None:
+    """Remove what was put and never taken; whoever comes to take it late is told to send it again."""
+    for key in store.list(UPLOADS):
+        age = store.age_s(key)
+        if age is not None and age >= grace_s:
+            if not removed.dry_run:
+                store.delete(key, durable=False)
+            removed.note("temp file", key, "its upload was given up")
 
 
 def _objects(keys: Iterable[str]) -> Objects:

@@ -14,6 +14,9 @@ class Observer:
     def read(self, size: int) -> None:
         """A chunk of ``size`` bytes was read and verified."""
 
+    def located(self, chunks: int) -> None:
+        """A client was told where to fetch, or put, ``chunks`` chunks itself."""
+
     def stored(self, size: int) -> None:
         """A chunk of ``size`` bytes arrived and is durable."""
 

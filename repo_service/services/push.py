@@ -12,9 +12,10 @@ from typing import NoReturn
 
 from typing_extensions import Buffer
 
-from repo_service.domain.digest import chunk_digest, sha256_digest
+from repo_service.domain.digest import ChunkHasher, chunk_digest, sha256_digest
 from repo_service.domain.errors import (
     ChunkCorrupt,
+    ChunkNotFound,
     ChunksMissing,
     Corrupt,
     DigestMismatch,
@@ -41,6 +42,7 @@ from repo_service.services.documents import (
     holds,
     manifest_key,
     seal,
+    upload_key,
 )
 from repo_service.services.garbage import remove_loose
 from repo_service.services.observer import Observer
@@ -148,15 +150,62 @@ class LocalPush(Push):
     def put(self, digest: str, data: Buffer) -> None:
         spec = self._index.wanted(self.id, digest, self._namespace)
         size = memoryview(data).nbytes
-        if size != spec.size:
-            raise SizeMismatch(f"the chunk {digest} must have {spec.size} bytes; {size} came", digest=digest)
-        found = chunk_digest(data, spec.dtype, spec.shape)
-        if found != digest:
-            raise DigestMismatch(f"the bytes sent as {digest} are {found}", digest=digest, found=found)
-        codec = self._store.codec
-        self._store.put(chunk_key(digest), data if codec == NONE else encode_chunk(data, spec, codec))
+        _check_chunk(digest, spec, size, chunk_digest(data, spec.dtype, spec.shape) if size == spec.size else "")
+        self._write(digest, spec, data)
         self._index.arrived(self.id, digest)
         self._observer.stored(size)
+
+    def _write(self, digest: str, spec: ChunkSpec, data: Buffer) -> None:
+        codec = self._store.codec
+        self._store.put(chunk_key(digest), data if codec == NONE else encode_chunk(data, spec, codec))
+
+    def upload_urls(self, digests: Sequence[str], seconds: int) -> dict[str, str]:
+        """Where the pusher may put offered chunks itself for ``seconds``; empty for 0, or where the store has no such URLs.
+
+        What is put there counts only once it was taken.
+
+        Raises
+        ------
+        PushNotFound, ChunkNotFound, Unavailable
+        """
+        urls: dict[str, str] = {}
+        for digest in digests:
+            size = self._index.wanted(self.id, digest, self._namespace).size
+            url = self._store.upload_url_of(upload_key(self.id, digest), size, seconds) if seconds else None
+            if url is not None:
+                urls[digest] = url
+        self._observer.located(len(urls))
+        return urls
+
+    def take(self, digest: str, memory: memoryview) -> None:
+        """Verify a chunk that the pusher has put at its URL, in ``memory``, and store it.
+
+        Raises
+        ------
+        PushNotFound, ChunkNotFound, SizeMismatch, DigestMismatch
+        """
+        spec = self._index.wanted(self.id, digest, self._namespace)
+        sent = upload_key(self.id, digest)
+        # Out of the pusher's reach first: a URL may be used again at any time.
+        ours = f"{sent}-{uuid.uuid4().hex}"
+        if not self._store.copy(sent, ours):
+            if not self._index.unarrived(self.id, [digest]):
+                # It was taken before, and the answer lost.
+                return
+            raise ChunkNotFound(f"nothing was uploaded as {digest}: send it to the service", digest=digest)
+        try:
+            hasher = ChunkHasher(spec.dtype, spec.shape)
+            size = self._store.read_into(ours, memory[: spec.size], hasher.update)
+            _check_chunk(digest, spec, size or 0, hasher.digest())
+            if self._store.codec == NONE:
+                self._store.copy(ours, chunk_key(digest))
+            else:
+                self._write(digest, spec, memory[: spec.size])
+            self._index.arrived(self.id, digest)
+            self._observer.stored(spec.size)
+        finally:
+            for key in ours, sent:
+                self._store.delete(key, durable=False)
 
     def commit(self, manifest: Manifest) -> ArtifactInfo:
         self._ready()
@@ -243,3 +292,10 @@ class LocalPush(Push):
             offered_record=record.digest,
             arrays=divergence.chunks,
         )
+
+
+def _check_chunk(digest: str, spec: ChunkSpec, size: int, found: str) -> None:
+    if size != spec.size:
+        raise SizeMismatch(f"the chunk {digest} must have {spec.size} bytes; {size} came", digest=digest)
+    if found != digest:
+        raise DigestMismatch(f"the bytes sent as {digest} are {found}", digest=digest, found=found)

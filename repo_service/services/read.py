@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import dropwhile, islice
 from typing import TypeVar
 
 from repo_service.domain.digest import ChunkHasher
@@ -195,6 +196,17 @@ class Holdings:
         if spec is None:
             raise ChunkNotFound(f"the artifact {artifact_id} holds no chunk {digest}", digest=digest)
         return spec
+
+    def from_on(self, namespace: str, artifact_id: str, digest: str, count: int) -> list[str]:
+        """A chunk of an artifact and those that follow it there, ``count`` at most.
+
+        Raises
+        ------
+        ArtifactNotFound, ChunkNotFound
+        """
+        self.require(namespace, artifact_id, digest)
+        chunks = self._holding(namespace, artifact_id).chunks
+        return list(islice(dropwhile(lambda one: one != digest, chunks), count))
 
     def forget(self, namespace: str, artifact_id: str) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from repo_service.domain.canonical import check_canonical
 from repo_service.domain.digest import BLAKE3
 from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, InvalidInput, KvgraftError, NotARepository
 from repo_service.domain.fingerprint import Fingerprint
+from repo_service.domain.frame import NONE
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.names import check_namespace, check_tag
@@ -36,7 +37,7 @@ from repo_service.domain.views import (
 )
 from repo_service.index import Index
 from repo_service.services.access import Recognition, create_token
-from repo_service.services.documents import seal, tag_key
+from repo_service.services.documents import chunk_key, seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
 from repo_service.services.marker import Marker, open_marker, read_marker
 from repo_service.services.observer import Observer
@@ -55,6 +56,9 @@ from repo_service.storage import Store
 from repo_service.version import __version__
 
 _CHECK_WORKERS = 2
+
+# Chunks whose URLs are given in one answer.
+CHUNK_URLS = 64
 
 
 def open_local(
@@ -224,6 +228,26 @@ class LocalRepository(Repository):
             self._await_again([digest])
             raise
         self.observer.read(spec.size)
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether the store holds frames, which `chunk_urls` then lead to."""
+        return self._store.codec != NONE
+
+    def chunk_urls(self, artifact_id: str, namespace: str, digest: str, seconds: int) -> dict[str, str]:
+        """Where the store itself gives a chunk of the artifact, and those that follow it, to anyone for ``seconds``.
+
+        Empty where the store has no such URLs. What comes from them is unverified.
+
+        Raises
+        ------
+        ArtifactNotFound, ChunkNotFound, Unavailable
+        """
+        digests = self._holdings.from_on(check_namespace(namespace), artifact_id, digest, CHUNK_URLS)
+        found = {digest: self._store.url_of(chunk_key(digest), seconds) for digest in digests}
+        urls = {digest: url for digest, url in found.items() if url is not None}
+        self.observer.located(len(urls))
+        return urls
 
     def _await_again(self, digests: Sequence[str]) -> None:
         """Let the next push of damaged chunks send them; the damage is reported whether or not this can be noted."""

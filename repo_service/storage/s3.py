@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
@@ -13,13 +12,10 @@ from typing import Any
 
 from typing_extensions import Buffer
 
-from repo_service.domain.errors import MalformedUrl, Unavailable
+from repo_service.domain.errors import MalformedUrl
 from repo_service.storage.s3_answers import Missing, Refused, Transient
 from repo_service.storage.s3_client import SECONDS, Bucket
 from repo_service.storage.store import MAX_KEY_CHARACTERS, Store, check_key, is_key
-
-# What the caller hashes while the rest is on its way.
-_PIECE = 1024 * 1024
 
 # Keys in one answer to a listing, at most.
 _PAGE = 1000
@@ -31,8 +27,9 @@ _URL = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*?))?/?", re.AS
 
 
 class S3Store(Store):
-    """Objects under ``prefix`` in a bucket, through s3fs; credentials and endpoint are those that botocore finds.
+    """Objects under ``prefix`` in a bucket, read by the caller's thread, and written, listed and removed through s3fs.
 
+    Credentials and endpoint are those that botocore finds.
     Every operation has a deadline. Within it, what may be tried again is tried again, a read from where it
     broke off. An object is created by one conditional PUT; where its answer is lost, the bytes that
     are there say what became of it.
@@ -59,20 +56,32 @@ class S3Store(Store):
             held = bytearray(size)
             return memoryview(held)
 
-        path = self._path(key)
-        size = self._bucket.run(lambda _: self._read(path, room))
+        size = self._bucket.reader.read(self._path(key), room)
         return None if size is None else bytes(held)
 
     def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
-        path = self._path(key)
-        shown = 0
+        return self._bucket.reader.read(self._path(key), lambda size: out[:size], seen)
 
-        def show(end: int) -> None:
-            nonlocal shown
-            seen(out[shown:end])
-            shown = end
+    def url_of(self, key: str, seconds: int) -> str:
+        return self._bucket.reader.url_of(self._path(key), seconds)
 
-        return self._bucket.run(lambda arrived: self._read(path, lambda size: out[:size], arrived), show)
+    def upload_url_of(self, key: str, size: int, seconds: int) -> str:
+        return self._bucket.reader.url_of(self._path(key), seconds, "put_object", ContentLength=size)
+
+    def copy(self, source: str, target: str) -> bool:
+        path = self._path(target)
+        place = {"Bucket": self._bucket.name, "Key": self._path(source)}
+        # Without a mark of its own the copy would have its source's.
+        arguments = {"CopySource": place, "MetadataDirective": "REPLACE", "Metadata": {_MARK: _new_mark()}}
+
+        async def copy() -> bool:
+            try:
+                await self._bucket.call("copy_object", Key=path, **arguments)
+            except Missing:
+                return False
+            return True
+
+        return self._bucket.run(self._bucket.until_done(f"copy to {self._named(path)}", copy))
 
     def put(self, key: str, data: Buffer) -> None:
         path, body, mark = self._path(key), _as_bytes(data), _new_mark()
@@ -80,11 +89,11 @@ class S3Store(Store):
         def put() -> Coroutine[Any, Any, None]:
             return self._put(path, body, mark)
 
-        self._bucket.run(lambda _: self._bucket.until_done(f"write {self._named(path)}", put))
+        self._bucket.run(self._bucket.until_done(f"write {self._named(path)}", put))
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path, body = self._path(key), _as_bytes(data)
-        return self._bucket.run(lambda _: self._create(path, body))
+        return self._bucket.run(self._create(path, body))
 
     def delete(self, key: str, *, durable: bool = True) -> None:  # noqa: ARG002
         path = self._path(key)
@@ -93,13 +102,11 @@ class S3Store(Store):
             with suppress(Missing):
                 await self._bucket.call("delete_object", Key=path)
 
-        self._bucket.run(lambda _: self._bucket.until_done(f"delete {self._named(path)}", delete))
+        self._bucket.run(self._bucket.until_done(f"delete {self._named(path)}", delete))
 
     def exists(self, key: str) -> bool:
         path = self._path(key)
-        return self._bucket.run(
-            lambda _: self._bucket.until_done(f"look for {self._named(path)}", lambda: self._is_there(path))
-        )
+        return self._bucket.run(self._bucket.until_done(f"look for {self._named(path)}", lambda: self._is_there(path)))
 
     def age_s(self, key: str) -> float | None:
         path = self._path(key)
@@ -113,7 +120,7 @@ class S3Store(Store):
             written: datetime = answer["LastModified"]
             return max(0.0, (now - written).total_seconds())
 
-        return self._bucket.run(lambda _: self._bucket.until_done(f"look at {self._named(path)}", age))
+        return self._bucket.run(self._bucket.until_done(f"look at {self._named(path)}", age))
 
     def remove_leftovers(self, *, dry_run: bool = False) -> Iterator[str]:  # noqa: ARG002
         # An interrupted PUT leaves nothing.
@@ -149,57 +156,10 @@ class S3Store(Store):
         def call() -> Coroutine[Any, Any, Any]:
             return self._bucket.call("list_objects_v2", Prefix=path, **arguments)
 
-        page: dict[str, Any] = self._bucket.run(lambda _: self._bucket.until_done(f"list {self._named(path)}", call))
+        page: dict[str, Any] = self._bucket.run(self._bucket.until_done(f"list {self._named(path)}", call))
         return page
 
     # Coroutines, all of which run in fsspec's loop.
-
-    async def _read(
-        self, path: str, room: Callable[[int], memoryview], arrived: Callable[[int], object] | None = None
-    ) -> int | None:
-        """Read an object into the memory that ``room`` gives for its size, saying up to where it has arrived."""
-        etag, size, position, told = "", 0, 0, 0
-        out: memoryview | None = None
-        clock = asyncio.get_running_loop().time
-
-        async def attempt() -> int | None:
-            async with asyncio.timeout(self._bucket.silence_s) as silence:
-                return await read(silence)
-
-        async def read(silence: asyncio.Timeout) -> int | None:
-            nonlocal etag, size, position, told, out
-            rest = {} if out is None else {"Range": f"bytes={position}-{len(out) - 1}", "IfMatch": etag}
-            try:
-                answer = await self._bucket.call("get_object", Key=path, **rest)
-            except Missing:
-                if not told:
-                    return None
-                raise Unavailable(f"{self._named(path)} was removed while it was read", key=path) from None
-            except Refused as refused:
-                if not rest or refused.status != 412:
-                    raise
-                if told:
-                    raise Unavailable(f"{self._named(path)} was replaced while it was read: read it again") from None
-                out = None
-                raise Transient("it was replaced while it was read") from None
-            async with answer["Body"] as body:
-                if out is None:
-                    etag, size, position = answer["ETag"], answer["ContentLength"], 0
-                    out = room(size)
-                elif not str(answer.get("ContentRange")).startswith(f"bytes {position}-"):
-                    raise Transient("the server did not go on where it was asked to")
-                while position < len(out):
-                    count = await body.readinto(out[position:])
-                    if not count:
-                        raise Transient("the answer ended early")
-                    position += count
-                    silence.reschedule(clock() + self._bucket.silence_s)
-                    if arrived is not None and (position - told >= _PIECE or position == len(out)):
-                        arrived(position)
-                        told = position
-            return size
-
-        return await self._bucket.until_done(f"read {self._named(path)}", attempt, each=False)
 
     async def _put(self, path: str, body: bytes, mark: str, **condition: str) -> None:
         """One PUT. The object bears the mark of the operation that wrote it."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import ssl
+from http.client import HTTPException
+
 import aiohttp
 from botocore.exceptions import (
     BotoCoreError,
@@ -18,7 +22,11 @@ from repo_service.domain.errors import KvgraftError, StorageFull, Unavailable
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 _PASSING_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "SlowDown"}
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceeded"}
-_SETUP = (NoCredentialsError, PartialCredentialsError, ProfileNotFound, SSLError)
+_SETUP = (NoCredentialsError, PartialCredentialsError, ProfileNotFound, SSLError, ssl.SSLCertVerificationError)
+
+
+# Between tries, at random up to twice as long each time.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
 
 
 class Transient(Exception):
@@ -75,7 +83,7 @@ def transient(error: Exception, what: str) -> str:
             f"could not {what}: {error}. Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, and "
             f"AWS_ENDPOINT_URL unless it is AWS; AWS_CA_BUNDLE names certificates to trust"
         ) from error
-    if isinstance(error, (Transient, BotoCoreError, aiohttp.ClientError, OSError, ResponseParserError)):
+    if isinstance(error, (Transient, BotoCoreError, aiohttp.ClientError, HTTPException, OSError, ResponseParserError)):
         return f"{type(error).__name__}: {str(error) or 'nothing came for too long'}"[:300]
     raise error
 
@@ -93,9 +101,54 @@ def advice(refused: Refused, what: str, bucket: str) -> KvgraftError:
             f"objects of the bucket {bucket}"
         )
     elif refused.status in {301, 307, 400}:
-        hint = "Check AWS_REGION and AWS_ENDPOINT_URL: the bucket may be elsewhere"
+        hint = "Check AWS_DEFAULT_REGION and AWS_ENDPOINT_URL: the bucket may be elsewhere"
     elif refused.status in {405, 501}:
         hint = "This server lacks what a repository needs: conditional PUT (If-None-Match) among others"
     else:
         hint = "Check AWS_ENDPOINT_URL and the server"
     return Unavailable(f"{said}. {hint}", bucket=bucket)
+
+
+class Tries:
+    """The tries of one operation: what may pass is waited for, what may not ends it.
+
+    Parameters
+    ----------
+    what
+        The operation, as in "could not …".
+    bucket
+        The bucket's name.
+    seconds
+        The operation's deadline, for the error that says it is over.
+    """
+
+    def __init__(self, what: str, bucket: str, seconds: float) -> None:
+        self._what, self._bucket, self._seconds = what, bucket, seconds
+        self._longest = _FIRST_PAUSE
+        self._last = "S3 did not answer"
+
+    def after(self, error: Exception) -> float:
+        """Seconds until the next try after one that ended with ``error``.
+
+        Raises
+        ------
+        Unavailable, StorageFull
+            If another try would not help. What is no failure of S3 is raised as it is.
+        """
+        if isinstance(error, Refused):
+            if not error.may_pass:
+                raise advice(error, self._what, self._bucket) from error
+            self._last = str(error)
+        else:
+            self._last = transient(error, self._what)
+        pause = random.uniform(0, self._longest)
+        self._longest = min(2 * self._longest, _LONGEST_PAUSE)
+        return pause
+
+    def over(self) -> Unavailable:
+        """The error for an operation whose time is over."""
+        return Unavailable(
+            f"could not {self._what} within {self._seconds:g} s (at last: {self._last}): see that S3 answers, and try "
+            f"again. What was to be changed may be changed all the same",
+            bucket=self._bucket,
+        )

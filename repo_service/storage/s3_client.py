@@ -5,32 +5,23 @@ from __future__ import annotations
 import asyncio
 import atexit
 import os
-import random
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from aiobotocore.session import AioSession
 from botocore.exceptions import ClientError
-from botocore.loaders import Loader
 from fsspec.asyn import get_loop
 from s3fs import S3FileSystem
 
-from repo_service.domain.errors import Unavailable
-from repo_service.storage.s3_answers import Missing, Refused, advice, refusal, transient
+from repo_service.storage.s3_answers import Missing, Tries, refusal
+from repo_service.storage.s3_reads import CONNECT_SECONDS, CONNECTIONS, MODELS, Reader
 
 SECONDS = 60.0
 
-CONNECTIONS = 64
-_CONNECT_SECONDS = 5.0
-
-# Of an operation's time: the longest silence in a read, and the longest try of anything else. A write is given more,
-# since one that was given up may still be done, later than what comes after it.
-_SILENCE_SHARE, _TRY_SHARE = 1 / 6, 1 / 3
-
-# Between tries, at random up to twice as long each time.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+# Of an operation's time: the longest try. A write is given more than a read's silence, since one that was given up may
+# still be done, later than what comes after it.
+_TRY_SHARE = 1 / 3
 
 T = TypeVar("T")
 
@@ -39,7 +30,7 @@ class Bucket:
     """A bucket, with the credentials and the endpoint that botocore finds.
 
     Connections are made at the first call, and again after a fork or `close`. Coroutines run in
-    fsspec's loop.
+    fsspec's loop; objects are read beside it.
 
     Parameters
     ----------
@@ -50,84 +41,41 @@ class Bucket:
 
     Attributes
     ----------
-    silence_s
-        How long a read waits for the next bytes before it is tried anew.
+    reader
+        Reads objects.
     """
 
     def __init__(self, name: str, seconds: float = SECONDS) -> None:
         self.name = name
-        self.silence_s = seconds * _SILENCE_SHARE
+        self.reader = Reader(name, seconds)
         self._seconds = seconds
         self._files: S3FileSystem | None = None
         self._unclosed: weakref.finalize[..., Any] | None = None
         _OPEN.add(self)
 
     @staticmethod
-    def run(
-        make: Callable[[Callable[[int], None]], Coroutine[Any, Any, T]], seen: Callable[[int], object] = lambda _: None
-    ) -> T:
-        """Run a coroutine in fsspec's loop and wait until it has ended, whatever happens here.
-
-        ``make`` is given a function; what is handed to it reaches ``seen`` in this thread, in order.
-        """
-        events: SimpleQueue[int | asyncio.Task[T]] = SimpleQueue()
-        loop: asyncio.AbstractEventLoop = get_loop()
-        begun: list[asyncio.Task[T]] = []
-
-        def begin() -> None:
-            begun.append(loop.create_task(make(events.put)))
-            begun[0].add_done_callback(events.put)
-
-        def cancel() -> None:
-            begun[0].cancel()
-
-        loop.call_soon_threadsafe(begin)
-        ended: asyncio.Task[T] | None = None
+    def run(coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in fsspec's loop and wait for it; an interrupt here cancels it."""
+        running = asyncio.run_coroutine_threadsafe(coroutine, get_loop())
         try:
-            while ended is None:
-                event = events.get()
-                if isinstance(event, int):
-                    seen(event)
-                else:
-                    ended = event
+            return running.result()
         finally:
-            if ended is None:
-                # The caller's error. Nothing may write to its memory once this has returned.
-                loop.call_soon_threadsafe(cancel)
-                while isinstance(events.get(), int):
-                    pass
-        return ended.result()
+            running.cancel()
 
-    async def until_done(self, what: str, attempt: Callable[[], Awaitable[T]], *, each: bool = True) -> T:
-        """Try until it is done, is refused for good, or the time is over.
-
-        Parameters
-        ----------
-        each
-            Whether a single try has a deadline too.
-        """
-        limit = self._seconds * _TRY_SHARE if each else None
-        pause, last = _FIRST_PAUSE, "S3 did not answer"
+    async def until_done(self, what: str, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until it is done, is refused for good, or the time is over."""
+        tries = Tries(what, self.name, self._seconds)
         try:
             async with asyncio.timeout(self._seconds):
                 while True:
                     try:
-                        async with asyncio.timeout(limit):
+                        async with asyncio.timeout(self._seconds * _TRY_SHARE):
                             return await attempt()
-                    except Refused as refused:
-                        if not refused.may_pass:
-                            raise advice(refused, what, self.name) from refused
-                        last = str(refused)
                     except Exception as error:
-                        last = transient(error, what)
-                    await asyncio.sleep(random.uniform(0, pause))
-                    pause = min(2 * pause, _LONGEST_PAUSE)
+                        pause = tries.after(error)
+                    await asyncio.sleep(pause)
         except TimeoutError:
-            raise Unavailable(
-                f"could not {what} within {self._seconds:g} s (at last: {last}): see that S3 answers, and try again. "
-                f"What was to be changed may be changed all the same",
-                bucket=self.name,
-            ) from None
+            raise tries.over() from None
 
     async def call(self, method: str, **arguments: Any) -> Any:
         """One request, tried once.
@@ -148,14 +96,16 @@ class Bucket:
 
     def close(self) -> None:
         """Close the connections; a later call opens new ones."""
+        self.reader.close()
         files, self._files = self._files, None
         if files is not None:
             if self._unclosed is not None:
                 self._unclosed.detach()
-            self.run(lambda _: _close(files))
+            self.run(_close(files))
 
     def forget_connections(self) -> None:
         """Leave the connections to the process they were opened in."""
+        self.reader.forget_connections()
         if self._unclosed is not None:
             self._unclosed.detach()
         _INHERITED.append(self._files)
@@ -165,7 +115,7 @@ class Bucket:
         """s3fs as this process uses it; called in the loop's thread only."""
         if self._files is None:
             config = {
-                "connect_timeout": min(_CONNECT_SECONDS, self._seconds),
+                "connect_timeout": min(CONNECT_SECONDS, self._seconds),
                 "read_timeout": self._seconds * _TRY_SHARE,
                 "max_pool_connections": CONNECTIONS,
                 # Tries are counted, and chunks hashed, here.
@@ -173,7 +123,7 @@ class Bucket:
                 "response_checksum_validation": "when_required",
             }
             session = AioSession()
-            session.register_component("data_loader", _MODELS)
+            session.register_component("data_loader", MODELS)
             self._files = S3FileSystem(
                 asynchronous=True,
                 session=session,
@@ -197,9 +147,6 @@ def _close_soon(loop: asyncio.AbstractEventLoop, files: S3FileSystem) -> None:
     if loop.is_running():
         asyncio.run_coroutine_threadsafe(_close(files), loop)
 
-
-# What botocore knows about S3, read once in a process.
-_MODELS = Loader()
 
 _OPEN: weakref.WeakSet[Bucket] = weakref.WeakSet()
 

@@ -108,6 +108,28 @@ class Store(ABC):
         What is in the backend under no valid key is passed over.
         """
 
+    def url_of(self, key: str, seconds: int) -> str | None:  # noqa: ARG002
+        """A URL at which anyone may read the object for ``seconds``, or None if the backend gives none.
+
+        Whether there is an object is not looked up. The URL is a secret for as long as it is good.
+        """
+        return None
+
+    def upload_url_of(self, key: str, size: int, seconds: int) -> str | None:  # noqa: ARG002
+        """A URL at which anyone may PUT an object of ``size`` bytes for ``seconds``, as often as they like, or None.
+
+        The URL is a secret for as long as it is good.
+        """
+        return None
+
+    def copy(self, source: str, target: str) -> bool:
+        """Write or replace ``target`` with the bytes of ``source``; False if there are none."""
+        data = self.get(source)
+        if data is None:
+            return False
+        self.put(target, data)
+        return True
+
     def close(self) -> None:
         """Let go of connections, if there are any; the store can still be used."""
         return
