@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 import urllib3
 from faulty import Faults, faulty
-from places import Place, in_a_bucket
+from places import Place, place_of
 from servers import S3Server
 from synthetic import artifact
 from test_api import NO_DIGEST, Made, Service, error_of, serving
@@ -36,9 +36,9 @@ OTHER = artifact(range(20), seed=4)
 
 
 @pytest.fixture(scope="module", params=["none", "blosc-lz4-bitshuffle"])
-def place(_s3: S3Server, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Place]:
     codec = mock.patch.dict(os.environ, {"KVGRAFT_CODEC": request.param})
-    with codec, in_a_bucket(_s3, tmp_path_factory.mktemp("index")) as place:
+    with codec, place_of("s3-sqlite", tmp_path_factory.mktemp("index"), request) as place:
         yield place
 
 
