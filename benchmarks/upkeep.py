@@ -16,7 +16,8 @@ from unittest import mock
 
 from benchmarks.artifacts import fingerprint, push, synthetic
 from benchmarks.servers import postgres_server
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -19,7 +19,7 @@ import pytest
 from botocore.exceptions import ClientError
 from index_support import empty_index
 
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 
 KINDS = ("disk-sqlite", "disk-postgres", "s3-sqlite", "s3-postgres")
 """Stores and indexes that a repository may consist of."""

@@ -13,7 +13,7 @@ from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.views import ArtifactInfo
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 
 Artifact = tuple[Manifest, list[BlockRecord], Mapping[str, bytes]]
 

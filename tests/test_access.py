@@ -39,7 +39,8 @@ from repo_service.domain.errors import (
 )
 from repo_service.index.models import TokenRow
 from repo_service.services.access import REMEMBERED_S
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
 from repo_service.settings import Settings
 
 pytestmark = pytest.mark.everywhere

@@ -24,7 +24,8 @@ from repo_service.domain.digest import sha256_digest
 from repo_service.domain.errors import error_types
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
 from repo_service.settings import Settings
 
 pytestmark = pytest.mark.everywhere

@@ -42,8 +42,8 @@ from repo_service.domain.repository import Repository
 from repo_service.domain.schedule import canonical_steps
 from repo_service.services import marker
 from repo_service.services.documents import chunk_key
+from repo_service.services.opening import open_local
 from repo_service.services.read import read_chunk
-from repo_service.services.repository import open_local
 from repo_service.storage import MemoryStore
 
 MADE_WITH = fingerprint(block_tokens=64)

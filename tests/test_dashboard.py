@@ -19,7 +19,7 @@ from test_structure import table
 
 from repo_service.api.app import create_app
 from repo_service.domain.errors import error_types
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 from repo_service.settings import Settings
 
 from test_api import serving  # isort: skip

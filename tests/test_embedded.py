@@ -21,7 +21,7 @@ from repo_service.domain.errors import KvgraftError, MalformedUrl, NewerFormat, 
 from repo_service.domain.views import ArtifactQuery
 from repo_service.index import Index
 from repo_service.services.documents import manifest_key
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 
 PROCESSES, EACH = 4, 6
 

@@ -32,7 +32,7 @@ from repo_service.domain.manifest import Exactness
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactQuery
 from repo_service.services.export import export_artifact, import_artifact
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 from repo_service.services.zarr_view import ZarrView
 
 

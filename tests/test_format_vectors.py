@@ -28,7 +28,7 @@ from repo_service.domain.policy import Policy
 from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.schedule import Step, split_by_block
 from repo_service.domain.tokens import encode_tokens, token_chunks
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 
 FORMAT = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
 VECTORS = json.loads(re.findall(r"```json\n(.*?)```", FORMAT, re.DOTALL)[-1])

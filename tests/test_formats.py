@@ -17,7 +17,7 @@ import pytest
 
 from repo_service.domain.errors import NewerFormat
 from repo_service.domain.views import ArtifactQuery
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 
 FIXTURES = sorted((Path(__file__).parent / "fixtures").glob("repository-*"))
 FIRST = "sha256:547e9a2e83540f7d03845cd7a19c6b6e8c0b22a7ca1f598484400d14ed5a9573"

@@ -24,7 +24,8 @@ from repo_service.client import open_repository
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing, PushNotFound, StorageFull
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import GarbageReport
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
 from repo_service.services.reserve import Reserve
 from repo_service.storage import Store
 
@@ -206,7 +207,7 @@ def test_a_process_that_dies_between_store_and_index_leaves_them_in_agreement(
         sys.path.insert(0, "tests")
         from pushing import push
         from test_garbage import made
-        from repo_service.services.repository import open_local
+        from repo_service.services.opening import open_local
         url, operation, moment, old, new = sys.argv[1:]
         repository = open_local(url)
         def dying(method):

@@ -33,7 +33,8 @@ from repo_service.domain.views import ArtifactInfo, GarbageReport
 from repo_service.index import Index, uses
 from repo_service.index.models import Artifact as ArtifactRow
 from repo_service.services.documents import PolicyDocument, seal
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
 from repo_service.services.retention import Clock
 
 pytestmark = pytest.mark.everywhere

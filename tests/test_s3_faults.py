@@ -17,7 +17,7 @@ from servers import S3Server
 from synthetic import artifact, fingerprint
 
 from repo_service.domain.errors import Unavailable
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 from repo_service.storage import S3Store
 
 BIG = 4 * 2**20

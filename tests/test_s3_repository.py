@@ -16,7 +16,8 @@ from synthetic import artifact, fingerprint
 
 from repo_service.client import open_repository
 from repo_service.domain.errors import Conflict, InvalidInput, MalformedUrl, NotARepository, Unavailable
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
 
 MADE = artifact(list(range(40)), fingerprint())
 OTHER = artifact(list(range(50)), fingerprint())

@@ -30,7 +30,7 @@ from repo_service.domain.policy import Policy
 from repo_service.domain.repository import Repository
 from repo_service.index.models import Unsettled
 from repo_service.services import scrub as scrubbing
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 from repo_service.storage import local
 
 pytestmark = pytest.mark.everywhere

@@ -21,11 +21,12 @@ from synthetic import artifact, fingerprint
 from repo_service.domain.errors import DocumentCorrupt, KvgraftError, Unavailable
 from repo_service.domain.views import Divergence
 from repo_service.index import Entry, Index, Rebuilt
+from repo_service.services import opening
 from repo_service.services import reindex as reindexing
-from repo_service.services import repository as services
 from repo_service.services.documents import divergence_place, entry_key, manifest_key, policy_key
+from repo_service.services.opening import open_local
 from repo_service.services.read import read_entry
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.repository import LocalRepository
 from repo_service.storage import S3Store, Store
 
 pytestmark = pytest.mark.everywhere
@@ -83,7 +84,7 @@ def test_the_rebuild_of_a_lost_index_that_did_not_finish_is_done_again(
 
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr(services, "complete", die)
+        monkeypatch.setattr(opening, "complete", die)
         try:
             open_local(url)
         finally:

@@ -21,7 +21,8 @@ from repo_service.client import open_repository
 from repo_service.client.zarr_store import open_artifact
 from repo_service.domain.errors import ChunkCorrupt
 from repo_service.services.export import export_artifact, import_artifact
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
 from repo_service.settings import Settings
 
 pytestmark = pytest.mark.everywhere

@@ -20,7 +20,7 @@ from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, TagNotFou
 from repo_service.domain.layout import ArrayLayout
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 from repo_service.services.zarr_view import ZarrView
 
 BITS = {1: "u1", 2: "<u2", 4: "<u4"}

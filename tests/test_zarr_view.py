@@ -19,7 +19,7 @@ from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
 from repo_service.domain.tokens import encode_tokens
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 from repo_service.services.zarr_view import Hierarchy, ZarrView
 
 TOKENS = list(range(40))

@@ -21,8 +21,9 @@ from repo_service.api.loopback import check_host, is_loopback
 from repo_service.api.tls import InPieces, TlsServer, tls_options
 from repo_service.api.tracing import exporting
 from repo_service.domain.errors import InvalidInput, PortInUse
+from repo_service.services.opening import open_local
 from repo_service.services.places import MEMORY_URL
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.repository import LocalRepository
 from repo_service.settings import Settings
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from repo_service.client.http import HttpRepository
 from repo_service.client.settings import node_cache
 from repo_service.domain.errors import InvalidInput, MalformedUrl
 from repo_service.domain.repository import Repository
+from repo_service.services.opening import open_local
 from repo_service.services.places import MEMORY_URL, S3_SCHEME
-from repo_service.services.repository import open_local
 
 __all__ = ["NodeCache", "open_repository"]
 

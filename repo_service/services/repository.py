@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 
@@ -39,17 +39,16 @@ from repo_service.index import Index
 from repo_service.services.access import Recognition, create_token
 from repo_service.services.documents import chunk_key, seal, tag_key
 from repo_service.services.garbage import GRACE_S, collect_garbage, remove_unneeded
-from repo_service.services.marker import Marker, open_marker, read_marker
+from repo_service.services.marker import Marker, read_marker
 from repo_service.services.observer import Observer
 from repo_service.services.ownership import Ownership
-from repo_service.services.places import find_place
 from repo_service.services.push import LocalPush, begin_push
 from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
-from repo_service.services.reindex import complete, reindex
+from repo_service.services.reindex import reindex
 from repo_service.services.reserve import Reserve
 from repo_service.services.retention import Clock, read_policy, write_policy
 from repo_service.services.scrub import scrub
-from repo_service.services.settle import drop_unread, settle
+from repo_service.services.settle import drop_unread
 from repo_service.services.undo import follow_rows
 from repo_service.services.withdraw import withdraw
 from repo_service.storage import Store
@@ -59,56 +58,6 @@ _CHECK_WORKERS = 2
 
 # Chunks whose URLs are given in one answer.
 CHUNK_URLS = 64
-
-
-def open_local(
-    url: str, *, create: bool = True, index_url: str | None = None, take_over: bool = False
-) -> LocalRepository:
-    """Open a repository that this process reaches itself.
-
-    Parameters
-    ----------
-    url
-        ``file:///path``, ``s3://bucket/prefix`` or ``memory:``.
-    create
-        Make a new repository if there is none, and nothing else.
-    index_url
-        The index. A directory holds its own unless told otherwise; an S3 repository needs one, here or
-        in ``KVGRAFT_INDEX``, and so does a directory whose index was once elsewhere.
-    take_over
-        Make this index the repository's, whichever it had; `LocalRepository.reindex` is to follow.
-
-    Raises
-    ------
-    MalformedUrl, NotARepository, NewerFormat
-    InvalidInput
-        If an index is missing, or nothing can be taken over.
-    Conflict
-        If the repository belongs to another index.
-    """
-    place = find_place(url, create=create, index_url=index_url)
-    with ExitStack() as stack:
-        stack.callback(place.store.close)
-        # The marker comes first: another process that opens the place now must know it for a repository.
-        marker = open_marker(place.store, url, place.codec)
-        index = stack.enter_context(Index.open(place.index_url))
-        owner = Ownership(place.store, url, index.claim(marker.repository_id)) if place.has_owner else None
-        if owner is None:
-            if take_over:
-                raise InvalidInput(f"{url} has its index inside: there is nothing to take over", url=url)
-        elif take_over:
-            owner.take_over()
-            index.set_incomplete()
-        else:
-            owner.claim()
-        repository = LocalRepository(url, marker, place.store, index, place.reserve, owner)
-        if not take_over and not index.is_complete():
-            # It is new, or was lost or left behind; the store is the truth (I5).
-            complete(place.store, index)
-        settle(place.store, index)
-        place.reserve.keep()
-        stack.pop_all()
-    return repository
 
 
 class LocalRepository(Repository):

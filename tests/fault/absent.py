@@ -14,7 +14,8 @@ from pushing import push
 from synthetic import artifact
 
 from repo_service.domain.access import Scope
-from repo_service.services.repository import LocalRepository, open_local
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
 from tests.fault._served import Served, service
 from tests.fault.suite import Fault
 

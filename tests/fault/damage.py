@@ -42,9 +42,9 @@ from repo_service.services.documents import (
     manifest_key,
     tag_place,
 )
+from repo_service.services.opening import open_local
 from repo_service.services.places import CODEC_VARIABLE
 from repo_service.services.read import held_chunks
-from repo_service.services.repository import open_local
 from tests.fault.suite import Fault
 
 KINDS = ("chunks", "blocks", "artifacts", "entries", "tags", "divergences")

@@ -29,7 +29,7 @@ from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push, Repository
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 from tests.fault._served import Served, service
 from tests.fault.suite import Fault
 

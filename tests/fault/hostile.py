@@ -22,7 +22,7 @@ from synthetic import artifact
 from repo_service.domain.errors import KvgraftError
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.repository import Repository
-from repo_service.services.repository import open_local
+from repo_service.services.opening import open_local
 from repo_service.storage import LocalStore, MemoryStore, Store
 from tests.fault._served import Served, service
 from tests.fault.suite import Fault
