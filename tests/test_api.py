@@ -227,6 +227,7 @@ def test_every_route_answers_what_is_missing_with_the_one_error_shape(service: S
         "/tags/{name}": {"artifact_id": made[0].id},
         "/pushes/{push_id}/blocks": {"records": []},
         "/pushes/{push_id}/commit": json.loads(made[0].data),
+        "/pushes/{push_id}/uploads": {"digests": [NO_DIGEST["blake3"]]},
     }
     values = {"artifact_id": NO_DIGEST["sha256"], "digest": NO_DIGEST["blake3"], "ref": "absent", "name": "absent"}
     checked = 0
