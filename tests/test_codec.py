@@ -367,6 +367,7 @@ def test_a_raw_repository_is_what_it_always_was(tmp_path: Path) -> None:
         ({"codec": 7}, NewerFormat, "'7'"),
         ({"codec": NONE}, NotARepository, "another kind"),
         ({"version": 0}, NotARepository, "another kind"),
+        ({"version": 1}, NotARepository, "another kind"),
         ({"version": True}, NotARepository, "another kind"),
         ({"version": 3}, NewerFormat, "version 3"),
     ],

@@ -18,6 +18,7 @@ from places import INSIDE, Place
 from pushing import Artifact, expire_pushes, push
 from synthetic import artifact, fingerprint
 
+from repo_service.domain.errors import Divergence as DivergenceError
 from repo_service.domain.errors import DocumentCorrupt, KvgraftError, Unavailable
 from repo_service.domain.views import Divergence
 from repo_service.index import Entry, Index, Rebuilt
@@ -138,6 +139,21 @@ def test_an_artifact_keeps_its_rows_while_it_cannot_be_read(root: Place, url: st
         assert repository.scrub().damage == []
 
 
+def test_i2_a_divergence_keeps_its_row_while_it_cannot_be_read(root: Place, url: str) -> None:
+    """A reindex dropped it, and a scrub could not write it again."""
+    with open_local(url) as repository:
+        push(repository, artifact([7] * 40, fingerprint()))
+        with pytest.raises(DivergenceError):
+            push(repository, artifact([7] * 40, fingerprint(), seed=1))
+        (divergence,) = repository.divergences("default")
+        (root / divergence_place(divergence)).write_bytes(b"{")
+        assert repository.reindex().corrupt == [divergence_place(divergence)]
+        assert repository.divergences("default") == [divergence]
+        (found,) = repository.scrub().damage
+        assert (found.kind, found.healed) == ("divergence", True)
+        assert repository.reindex().corrupt == []
+
+
 def test_rows_of_an_artifact_that_is_gone_are_not_kept_for_its_being_unreadable_before(
     root: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,16 +178,26 @@ def test_rows_of_an_artifact_that_is_gone_are_not_kept_for_its_being_unreadable_
         assert (report.artifacts, report.corrupt) == (1, [])
 
 
+def test_large_artifacts_are_indexed_one_at_a_time(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_local(url) as repository:
+        push(repository, X)
+        push(repository, artifact(range(16), fingerprint()))
+        before = repository._index.dump()
+        monkeypatch.setattr(reindexing, "_AHEAD_BLOCKS", 1)
+        assert repository.reindex().artifacts == 2
+        assert repository._index.dump() == before
+
+
 def test_a_store_that_reads_now_and_then_only_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_local(url) as repository:
         push(repository, X)
         before = repository._index.dump()
         calls = itertools.count()
 
-        def now_and_then(store: Store, key: str) -> Entry | None:
+        def now_and_then(store: Store, key: str, **more: int) -> Entry | None:
             if next(calls) % 2 == 0:
                 raise DocumentCorrupt("the disk is dying")
-            return read_entry(store, key)
+            return read_entry(store, key, **more)
 
         monkeypatch.setattr(reindexing, "read_entry", now_and_then)
         with pytest.raises(Unavailable, match="one moment and not at the next"):

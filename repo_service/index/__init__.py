@@ -8,9 +8,10 @@ from repo_service.index.pushes import Offered, PushRow
 from repo_service.index.rebuild import Rebuilt, Unkept
 from repo_service.index.reclaim import Reclaimable
 from repo_service.index.retention import LetGo
-from repo_service.index.unsettled import ENTRY, TAG, Noted, Settled
+from repo_service.index.unsettled import DIVERGENCE, ENTRY, TAG, Noted, Settled
 
 __all__ = [
+    "DIVERGENCE",
     "ENTRY",
     "TAG",
     "Entry",

@@ -33,13 +33,18 @@ def record(connection: Connection, divergence: Divergence) -> None:
     )
 
 
+def rows(connection: Connection) -> list[Divergence]:
+    """Those of all namespaces."""
+    return [_view(row) for row in connection.execute(_ROWS)]
+
+
 def newest(connection: Connection, namespace: str) -> list[Divergence]:
-    rows = connection.execute(
+    found = connection.execute(
         _ROWS.where(DivergenceRow.namespace == namespace)
         .order_by(DivergenceRow.created_at.desc(), DivergenceRow.id)
         .limit(MAX_LISTED)
     )
-    return [_view(row) for row in rows]
+    return [_view(row) for row in found]
 
 
 def after(connection: Connection, last: Divergence | None, limit: int) -> list[Divergence]:

@@ -31,7 +31,7 @@ from repo_service.index.models import (
     FingerprintRow,
     Tag,
 )
-from repo_service.index.unsettled import ENTRY, Noted
+from repo_service.index.unsettled import DIVERGENCE, ENTRY, TAG, Noted
 
 # Children before their parents, so that no cascade has anything left to do.
 _REBUILT = (
@@ -107,6 +107,7 @@ def rebuild(
         for row in connection.execute(select(Artifact.namespace, Artifact.digest, Artifact.last_used_at))
     }
     tags_before = {(tag.namespace, tag.name): tag for tag in tag_rows.of_all(connection)}
+    divergences_before = {(one.namespace, one.id): one for one in divergence_rows.rows(connection)}
     unknown = times.now()
     _clear(connection, keep)
     for entry in entries:
@@ -118,12 +119,16 @@ def rebuild(
     for divergence in divergences:
         divergence_rows.record(connection, divergence)
     unread_before = set()
-    for document in unread:
-        if trusted and document.kind == ENTRY and (document.namespace, parse_digest(document.name, SHA256)) in uses:
+    for document in unread if trusted else ():
+        place = document.namespace, document.name
+        if document.kind == ENTRY and (document.namespace, parse_digest(document.name, SHA256)) in uses:
             unread_before.add(document)
-        elif trusted and (tag_before := tags_before.get((document.namespace, document.name))) is not None:
-            _set_tag(connection, tag_before)
-        else:
+        elif document.kind == TAG and place in tags_before:
+            _set_tag(connection, tags_before[place])
+        elif document.kind == DIVERGENCE and place in divergences_before:
+            divergence_rows.record(connection, divergences_before[place])
+    for document in unread:
+        if document.kind != DIVERGENCE and document not in unread_before:
             unsettled.note(connection, document)
     if unread_before != set(keep):
         raise Unkept(unread_before)

@@ -26,10 +26,11 @@ T = TypeVar("T")
 
 ENTRY = "entry"
 TAG = "tag"
+DIVERGENCE = "divergence"
 
 
 class Noted(NamedTuple):
-    """An artifact's entry, whose name is its id, or a tag."""
+    """An artifact's entry, whose name is its id, a tag, or a divergence, which is not to be settled: its row says it all."""
 
     kind: str
     namespace: str

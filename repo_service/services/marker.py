@@ -141,9 +141,9 @@ def read_marker(store: Store, where: str) -> Marker:
             found=version,
             supported=FORMAT_VERSION,
         )
-    codec = value.get("codec") if version == _FRAMED else NONE
+    codec = value.get("codec", NONE)
     marker = Marker(repository_id, str(codec))
-    if codec is None or marker.version != version:
+    if marker.version != version:
         raise NotARepository(f"{where} has a {MARKER} of another kind")
     if codec not in CODECS:
         raise NewerFormat(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -125,8 +126,10 @@ def read_tokens(store: Store, manifest: Manifest) -> list[int] | None:
     return read_token_chunks(manifest.tokens, manifest.token_count, partial(read_chunk, store))
 
 
-def read_entry(store: Store, key: str) -> Entry | None:
+def read_entry(store: Store, key: str, most_blocks: float = math.inf) -> Entry | None:
     """What is published under a key of `ENTRIES`, with all that the index keeps of it; None if nothing is.
+
+    None as well for an artifact of more than ``most_blocks``.
 
     Raises one of `UNREADABLE` where any of it is damaged.
     """
@@ -135,6 +138,8 @@ def read_entry(store: Store, key: str) -> Entry | None:
         return None
     document = unseal(key, data, EntryDocument, lambda entry: entry.key)
     manifest = read_manifest(store, document.artifact_id)
+    if len(manifest.blocks) > most_blocks:
+        return None
     records = read_records(store, manifest, document.namespace)
     return Entry(document.namespace, manifest, records, read_tokens(store, manifest), document.created_at)
 

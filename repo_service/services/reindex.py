@@ -29,6 +29,9 @@ V = TypeVar("V", bound=View)
 # Disks fail for a moment; one that reads a document now and then only must be seen to.
 _TRIES = 5
 
+# Larger artifacts are read one at a time, for their documents and tokens take memory.
+_AHEAD_BLOCKS = 512
+
 
 def reindex(store: Store, index: Index) -> ReindexReport:
     """Read every entry, tag and divergence and replace the index's rows in one transaction.
@@ -83,9 +86,10 @@ class _Survey:
         self._published = {(entry.namespace, entry.name) for entry in keep}
 
     def entries(self) -> Iterator[Entry]:
-        for key, read in read_ahead(self._store, partial(read_entry, self._store), self._store.list(ENTRIES)):
+        small = partial(read_entry, self._store, most_blocks=_AHEAD_BLOCKS)
+        for key, read in read_ahead(self._store, small, self._store.list(ENTRIES)):
             try:
-                entry = read()
+                entry = read() or read_entry(self._store, key)
             except UNREADABLE:
                 self._left_out(key)
                 continue

@@ -9,13 +9,14 @@ from contextlib import suppress
 from repo_service.domain.digest import SHA256
 from repo_service.domain.errors import MalformedDigest
 from repo_service.domain.views import TagInfo
-from repo_service.index import ENTRY, TAG, Entry, Index, Noted, Settled
-from repo_service.services.documents import ENTRIES, TAGS, entry_key, tag_key, tag_place, unseal
+from repo_service.index import DIVERGENCE, ENTRY, TAG, Entry, Index, Noted, Settled
+from repo_service.services.documents import DIVERGENCES, ENTRIES, TAGS, entry_key, tag_key, tag_place, unseal
 from repo_service.services.read import read_entry
 from repo_service.storage import Store
 
 _ENTRY = re.compile(rf"{ENTRIES}/([^/]+)/([0-9a-f]{{64}})\.json")
 _TAG = re.compile(rf"{TAGS}/([^/]+)/([^/]+)\.json")
+_DIVERGENCE = re.compile(rf"{DIVERGENCES}/([^/]+)/([^/]+)\.json")
 
 
 def settle(store: Store, index: Index, found: Sequence[Noted] = ()) -> Settled:
@@ -53,8 +54,10 @@ def key_of(noted: Noted) -> str:
 
 
 def noted_at(key: str) -> Noted | None:
-    """The document that lies under a key of entries or tags; None if the key is none."""
+    """The document that lies under a key of entries, tags or divergences; None if the key is none."""
     if match := _ENTRY.fullmatch(key):
         return Noted(ENTRY, match[1], f"{SHA256}:{match[2]}")
-    match = _TAG.fullmatch(key)
-    return None if match is None else Noted(TAG, match[1], match[2])
+    for kind, pattern in (TAG, _TAG), (DIVERGENCE, _DIVERGENCE):
+        if match := pattern.fullmatch(key):
+            return Noted(kind, match[1], match[2])
+    return None
