@@ -143,7 +143,7 @@ def read_marker(store: Store, where: str) -> Marker:
         )
     codec = value.get("codec", NONE)
     marker = Marker(repository_id, str(codec))
-    if marker.version != version:
+    if codec is None or marker.version != version:
         raise NotARepository(f"{where} has a {MARKER} of another kind")
     if codec not in CODECS:
         raise NewerFormat(
