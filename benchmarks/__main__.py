@@ -51,7 +51,7 @@ def _scale(small: bool) -> Mapping[str, Any]:
 def _upkeep(small: bool) -> Mapping[str, Any]:
     from benchmarks import upkeep
 
-    return upkeep.run(100 if small else 3_000, rounds=1 if small else 3)
+    return upkeep.run(100 if small else 1_000, rounds=1 if small else 3)
 
 
 def _ttft(small: bool) -> Mapping[str, Any]:
