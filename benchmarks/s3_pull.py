@@ -17,11 +17,11 @@ import s3fs
 from blake3 import blake3
 from obstore.store import S3Store as Obstore
 
-from benchmarks.artifacts import fingerprint, push, synthetic
+from benchmarks.artifacts import NAMESPACE, fingerprint, push, synthetic
 from benchmarks.record import rates, ratios, timed_in_turn
 from benchmarks.restore import Destination
 from repo_service.client import open_repository
-from repo_service.services.documents import chunk_key
+from repo_service.services.documents import block_record_key, chunk_key, manifest_key
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -44,14 +44,20 @@ def run(blocks: int, rounds: int) -> dict[str, Any]:
         push(repository, artifact)
         memory = Destination(artifact)
         pools = {n: stack.enter_context(ThreadPoolExecutor(n)) for n in (1, CONNECTIONS)}
-        names = [f"{server.bucket}/{PREFIX}/{chunk_key(digest)}" for digest in artifact.contents]
+        # What a pull reads: the manifest and the block records, too.
+        documents = [
+            manifest_key(artifact.manifest.id),
+            *(block_record_key(NAMESPACE, r.key) for r in artifact.records),
+        ]
+        chunks = [f"{PREFIX}/{chunk_key(digest)}" for digest in artifact.contents]
+        keys = [*(f"{PREFIX}/{key}" for key in documents), *chunks]
+        names = [f"{server.bucket}/{key}" for key in keys]
         files = s3fs.S3FileSystem(use_listings_cache=False)
         obstore = Obstore(
             server.bucket, endpoint=server.url, region="us-east-1", client_options={"allow_http": True},
             access_key_id=server.environment["AWS_ACCESS_KEY_ID"],
             secret_access_key=server.environment["AWS_SECRET_ACCESS_KEY"],
         )  # fmt: skip
-        keys = [name.partition("/")[2] for name in names]
 
         def by_obstore(threads: int) -> list[int]:
             return list(pools[threads].map(lambda key: len(obstore.get(key).bytes()), keys))
@@ -75,7 +81,7 @@ def run(blocks: int, rounds: int) -> dict[str, Any]:
             "s3fs, cat of all": lambda: files.cat(names, batch_size=CONNECTIONS),
             "s3fs, 1 connection": lambda: [files.cat_file(name) for name in names],
             "obstore, threads": lambda: by_obstore(CONNECTIONS),
-            "obstore, into place and hashed": lambda: list(pools[CONNECTIONS].map(into_place, keys, memory.parts())),
+            "obstore, into place and hashed": lambda: list(pools[CONNECTIONS].map(into_place, chunks, memory.parts())),
             "obstore, async": lambda: asyncio.run(of_obstore()),
             "obstore, 1 connection": lambda: by_obstore(1),
         }
