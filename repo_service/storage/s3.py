@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -15,6 +15,7 @@ from typing_extensions import Buffer
 from repo_service.domain.errors import MalformedUrl
 from repo_service.storage.s3_answers import Missing, Refused, Transient
 from repo_service.storage.s3_client import SECONDS, Bucket
+from repo_service.storage.s3_probe import is_strict
 from repo_service.storage.store import MAX_KEY_CHARACTERS, Store, check_key, is_key
 
 # Keys in one answer to a listing, at most.
@@ -47,6 +48,7 @@ class S3Store(Store):
     def __init__(self, bucket: str, prefix: str = "", *, seconds: float = SECONDS) -> None:
         self._bucket = Bucket(bucket, seconds)
         self._root = f"{prefix}/" if prefix else ""
+        self._is_strict: bool | None = None
 
     def get(self, key: str) -> bytes | None:
         held = bytearray()
@@ -65,8 +67,20 @@ class S3Store(Store):
     def url_of(self, key: str, seconds: int) -> str:
         return self._bucket.reader.url_of(self._path(key), seconds)
 
-    def upload_url_of(self, key: str, size: int, seconds: int) -> str:
-        return self._bucket.reader.url_of(self._path(key), seconds, "put_object", ContentLength=size)
+    def upload_url_of(self, key: str, size: int, seconds: int) -> str | None:
+        reader = self._bucket.reader
+        if not reader.is_plain:
+            return None
+        if self._is_strict is None:
+
+            def put(key: str, body: bytes, headers: Mapping[str, str]) -> int:
+                url = reader.url_of(self._path(key), 60, "put_object", ContentLength=len(body))
+                return reader.put_at(url, body, headers)
+
+            self._is_strict = is_strict(self, key, lambda key: f"{self._bucket.name}/{self._path(key)}", put)
+        if not self._is_strict:
+            return None
+        return reader.url_of(self._path(key), seconds, "put_object", ContentLength=size)
 
     def copy(self, source: str, target: str) -> bool:
         path = self._path(target)

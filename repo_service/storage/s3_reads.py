@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from ssl import create_default_context
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
@@ -156,6 +157,31 @@ class Reader:
         except Exception as error:
             raise Unavailable(f"could not {what}: {transient(error, what)}", bucket=self._bucket) from error
         return url
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether requests go to the bucket's server with nothing in between, and need no more than a signature."""
+        return isinstance(self._found(), _Signed)
+
+    def put_at(self, url: str, body: bytes, headers: Mapping[str, str]) -> int:
+        """The status of the answer to one PUT at a presigned URL, with headers that it does not sign; only if `is_plain`.
+
+        Raises
+        ------
+        Unavailable
+            If no answer came.
+        """
+        way, parts = self._found(), urlsplit(url)
+        target, deadline = f"{parts.path}?{parts.query}", _Deadline(self._seconds)
+        try:
+            if not isinstance(way, _Signed):
+                raise ConnectionError
+            with way.pool.ask("PUT", target, headers, deadline, body=body, connect_s=CONNECT_SECONDS) as answer:
+                answer.read(_MAX_ERROR_BYTES)
+                return answer.status
+        except (OSError, HTTPException, _Overdue) as error:
+            reason = type(error).__name__
+            raise Unavailable(f"could not write to s3://{self._bucket}: {reason}", bucket=self._bucket) from None
 
     def close(self) -> None:
         """Close the connections; a later read opens new ones."""

@@ -1,0 +1,113 @@
+"""What the holder of an upload URL can't do with it: read others' chunks, or lay by more than a quota allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import urllib3
+from faulty import Faults, faulty
+from pushing import offer, push
+from servers import S3Server
+from synthetic import artifact
+from test_direct import NS
+
+from repo_service.domain.errors import ChunkNotFound, DigestMismatch, Unavailable
+from repo_service.services.documents import chunk_key
+from repo_service.services.opening import open_local
+from repo_service.services.repository import LocalRepository
+from repo_service.storage import s3_probe
+
+MADE = artifact(range(20), seed=4)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_probe, "_warned", set())
+
+
+@pytest.fixture
+def faults(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    with faulty(s3.url) as faults:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faults.url)
+        # Bytes are stored as they are, and could be copied as they are.
+        monkeypatch.setenv("KVGRAFT_CODEC", "none")
+        yield faults
+
+
+@pytest.fixture
+def repository(s3: S3Server, faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRepository]:  # noqa: ARG001
+    index = tmp_path_factory.mktemp("index") / "index.sqlite"
+    with open_local(f"s3://{s3.bucket}/{s3.prefix()}", index_url=f"sqlite:///{index}") as opened:
+        yield opened
+
+
+def in_s3(repository: LocalRepository, key: str) -> str:
+    return f"{repository.url.removeprefix('s3://')}/{key}"
+
+
+def obeying(s3: S3Server, faults: Faults, header: str) -> None:
+    """Let the server do what ``header`` of a presigned PUT says, signed or not."""
+
+    def obey(method: str, path: str, headers: dict[str, str]) -> bool:
+        if method != "PUT" or "X-Amz-Signature" not in path or header not in headers:
+            return False
+        target = path.partition("?")[0].removeprefix(f"/{s3.bucket}/")
+        if header == "x-amz-copy-source":
+            s3.client().copy_object(Bucket=s3.bucket, Key=target, CopySource=headers[header].removeprefix("/"))
+        else:
+            # An archive's members take its place.
+            s3.client().put_object(Bucket=s3.bucket, Key=target.replace("target", "unpacked"), Body=b"x")
+        return True
+
+    faults.obey = obey
+
+
+@pytest.mark.parametrize("header", ["x-amz-copy-source", "x-amz-meta-snowball-auto-extract"])
+def test_i7_a_server_that_obeys_unsigned_headers_gets_no_uploads(
+    s3: S3Server, faults: Faults, repository: LocalRepository, header: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest, records, chunks = MADE
+    push(repository, MADE, "victim")
+    obeying(s3, faults, header)
+    attacker = repository.begin_push(manifest.fingerprint, "attacker")
+    missing = offer(attacker, manifest, records)
+    assert missing
+    for _ in range(2):
+        assert attacker.upload_urls(missing, 60) == {}
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert header in warning
+    assert "Signature" not in caplog.text
+    # A push goes through the service, as ever.
+    for digest in missing:
+        attacker.put(digest, chunks[digest])
+    attacker.commit(manifest)
+
+
+def test_i7_no_upload_url_reads_another_tenants_chunk(repository: LocalRepository) -> None:
+    manifest, records, chunks = MADE
+    push(repository, MADE, "victim")
+    attacker = repository.begin_push(manifest.fingerprint, "attacker")
+    digest = offer(attacker, manifest, records)[0]
+    url = attacker.upload_urls([digest], 60)[digest]
+    headers = {"x-amz-copy-source": f"/{in_s3(repository, chunk_key(digest))}"}
+    urllib3.request("PUT", url, body=bytes(len(chunks[digest])), headers=headers)
+    with pytest.raises((DigestMismatch, ChunkNotFound), match=digest):
+        attacker.take(digest, memoryview(bytearray(len(chunks[digest]))))
+
+
+def test_a_server_that_is_busy_when_it_is_tried_is_tried_again(faults: Faults, repository: LocalRepository) -> None:
+    manifest, records, _ = MADE
+    pushing = repository.begin_push(manifest.fingerprint, NS)
+    missing = offer(pushing, manifest, records)
+    faults.choose = lambda _, path: "error" if "X-Amz-Signature" in path else None
+    with pytest.raises(Unavailable):
+        pushing.upload_urls(missing[:1], 60)
+    faults.choose = lambda *_: None
+    assert set(pushing.upload_urls(missing, 60)) == set(missing)
+    # Once is enough, and nothing stays of it.
+    faults.requests.clear()
+    assert set(pushing.upload_urls(missing, 60)) == set(missing)
+    assert faults.requests == []
+    assert list(repository._store.list("uploads")) == []
