@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import urllib3
@@ -14,8 +16,10 @@ from synthetic import artifact
 from test_direct import NS
 
 from repo_service.domain.errors import ChunkNotFound, DigestMismatch, Unavailable
+from repo_service.services import push as push_module
 from repo_service.services.documents import chunk_key
 from repo_service.services.opening import open_local
+from repo_service.services.push import LocalPush
 from repo_service.services.repository import LocalRepository
 from repo_service.storage import s3_probe
 
@@ -111,3 +115,80 @@ def test_a_server_that_is_busy_when_it_is_tried_is_tried_again(faults: Faults, r
     assert set(pushing.upload_urls(missing, 60)) == set(missing)
     assert faults.requests == []
     assert list(repository._store.list("uploads")) == []
+
+
+def put_at_url(running: LocalPush, digest: str, data: bytes) -> None:
+    assert urllib3.request("PUT", running.upload_urls([digest], 60)[digest], body=data).status == 200
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_i4_an_upload_that_vanishes_while_it_is_taken_is_never_counted_without_its_bytes(
+    repository: LocalRepository, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Garbage is collected with no grace just before its bytes are read back, or just after."""
+    manifest, records, chunks = MADE
+    pushing = repository.begin_push(manifest.fingerprint, NS)
+    missing = offer(pushing, manifest, records)
+    store = repository._store
+    read_into = store.read_into
+
+    def collecting(key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
+        if moment == "before":
+            assert repository.collect_garbage(grace_s=0).temp_files == 1
+        size = read_into(key, out, seen)
+        if moment == "after":
+            assert repository.collect_garbage(grace_s=0).temp_files == 1
+        return size
+
+    for digest in missing:
+        put_at_url(pushing, digest, chunks[digest])
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "read_into", collecting)
+            try:
+                pushing.take(digest, memory_of(chunks[digest]))
+                assert moment == "after"
+            except ChunkNotFound:
+                assert moment == "before"
+                pushing.put(digest, chunks[digest])
+    info = pushing.commit(manifest)
+    assert repository.check(info.id, NS).ok
+
+
+def test_an_upload_that_is_read_back_slowly_is_not_written_as_well(
+    repository: LocalRepository, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for both would have given up."""
+    manifest, records, chunks = MADE
+    pushing = repository.begin_push(manifest.fingerprint, NS)
+    digest = offer(pushing, manifest, records)[0]
+    put_at_url(pushing, digest, chunks[digest])
+    monkeypatch.setattr(push_module, "_READ_BACK_S", -1.0)
+    faults.requests.clear()
+    with pytest.raises(ChunkNotFound, match="slowly"):
+        pushing.take(digest, memory_of(chunks[digest]))
+    assert [method for method, _, _ in faults.requests] == ["GET"]
+
+
+def test_a_chunk_is_taken_though_its_upload_cannot_be_removed(repository: LocalRepository, faults: Faults) -> None:
+    manifest, records, chunks = MADE
+    pushing = repository.begin_push(manifest.fingerprint, NS)
+    digest = offer(pushing, manifest, records)[0]
+    put_at_url(pushing, digest, chunks[digest])
+    faults.requests.clear()
+    pushing.take(digest, memory_of(chunks[digest]))
+    # No more is waited for than a read, a write and a removal.
+    assert [method for method, _, _ in faults.requests] == ["GET", "PUT", "DELETE"]
+    put_at_url(pushing, digest, chunks[digest])
+    with patch_deletions(repository):
+        pushing.take(digest, memory_of(chunks[digest]))
+
+
+def memory_of(data: bytes) -> memoryview:
+    return memoryview(bytearray(len(data)))
+
+
+@contextmanager
+def patch_deletions(repository: LocalRepository) -> Iterator[None]:
+    """Let the store refuse to remove anything."""
+    with mock.patch.object(repository._store, "delete", side_effect=Unavailable("S3 is away")):
+        yield

@@ -40,6 +40,9 @@ PAUSE_S = 60.0
 
 _CONNECT_S = 2.0
 
+# The service's read of what was put at S3, and its write, each of which S3 may delay.
+_TAKE_S = 2 * transport.READ_S
+
 _log = logging.getLogger(__name__)
 
 _warned: set[tuple[str, str]] = set()
@@ -272,7 +275,7 @@ class DirectWrites(_Direct):
         if not self._transfer(digest, "PUT", lambda answer: answer.read(_MAX_S3_ANSWER_BYTES), octets):
             return False
         try:
-            self._reach.service.call("POST", f"{self._path}/uploads/{digest}", limit=0)
+            self._reach.service.call("POST", f"{self._path}/uploads/{digest}", limit=0, read_s=_TAKE_S)
         except (ChunkNotFound, SizeMismatch, DigestMismatch):
             # Nothing was stored. If it is the caller's fault the service says so again.
             return False
