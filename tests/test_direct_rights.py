@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from unittest import mock
 
 import pytest
@@ -12,10 +13,14 @@ import urllib3
 from faulty import Faults, faulty
 from pushing import offer, push
 from servers import S3Server
+from sqlalchemy import update
 from synthetic import artifact
 from test_direct import NS
 
 from repo_service.domain.errors import ChunkNotFound, DigestMismatch, Unavailable
+from repo_service.domain.policy import policy_of
+from repo_service.index import times
+from repo_service.index.models import PushRecord
 from repo_service.services import push as push_module
 from repo_service.services.documents import chunk_key
 from repo_service.services.opening import open_local
@@ -192,3 +197,50 @@ def patch_deletions(repository: LocalRepository) -> Iterator[None]:
     """Let the store refuse to remove anything."""
     with mock.patch.object(repository._store, "delete", side_effect=Unavailable("S3 is away")):
         yield
+
+
+def staged(repository: LocalRepository) -> list[str]:
+    return list(repository._store.list("uploads"))
+
+
+@pytest.mark.parametrize("end", ["abort", "commit", "expiry"])
+def test_what_was_put_past_a_quota_does_not_outlive_its_push(repository: LocalRepository, end: str) -> None:
+    manifest, records, chunks = MADE
+    repository.set_policy(NS, policy_of({"quota_bytes": sum(map(len, chunks.values()))}))
+    pushing = repository.begin_push(manifest.fingerprint, NS)
+    missing = offer(pushing, manifest, records)
+    urls = pushing.upload_urls(missing, 60)
+    for digest in missing:
+        assert urllib3.request("PUT", urls[digest], body=chunks[digest]).status == 200
+        # As often as it is put, it lies there once.
+        assert urllib3.request("PUT", urls[digest], body=chunks[digest]).status == 200
+    assert len(staged(repository)) == len(missing)
+    # Nobody else ends it.
+    repository.resume_push(pushing.id, "team-b").abort()
+    assert len(staged(repository)) == len(missing)
+    if end == "abort":
+        pushing.abort()
+    elif end == "commit":
+        for digest in missing:
+            pushing.put(digest, chunks[digest])
+        pushing.commit(manifest)
+    else:
+        expires = datetime.now(UTC) - timedelta(seconds=1)
+        with repository._index._database.write() as connection:
+            connection.execute(update(PushRecord).values(expires_at=times.to_microseconds(expires)))
+        repository.begin_push(manifest.fingerprint, NS)
+    assert staged(repository) == []
+    # Its URLs are good for a while yet; what comes by them goes without a grace.
+    assert urllib3.request("PUT", urls[missing[0]], body=chunks[missing[0]]).status == 200
+    assert repository.collect_garbage(sweep=False).temp_files == 1
+    assert staged(repository) == []
+
+
+def test_a_push_ends_though_what_was_put_for_it_cannot_be_listed(repository: LocalRepository) -> None:
+    manifest, records, chunks = MADE
+    pushing = repository.begin_push(manifest.fingerprint, NS)
+    for digest in offer(pushing, manifest, records):
+        pushing.put(digest, chunks[digest])
+    with mock.patch.object(repository._store, "list", side_effect=Unavailable("S3 is away")):
+        info = pushing.commit(manifest)
+    assert repository.check(info.id, NS).ok

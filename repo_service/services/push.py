@@ -20,6 +20,7 @@ from repo_service.domain.errors import (
     ChunksMissing,
     Corrupt,
     DigestMismatch,
+    KvgraftError,
     MalformedDocument,
     QuotaExceeded,
     SizeMismatch,
@@ -53,6 +54,7 @@ from repo_service.services.reserve import Reserve
 from repo_service.services.retention import read_policy
 from repo_service.services.settle import settle
 from repo_service.services.undo import follow_rows
+from repo_service.services.uploads import remove_uploads
 from repo_service.storage import Store
 
 LEASE = timedelta(hours=1)
@@ -77,7 +79,9 @@ def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: 
     now = datetime.now(UTC)
     # What a crash left unsettled may need what an expired push holds.
     settle(store, index)
-    index.expire_pushes(now)
+    if index.expire_pushes(now):
+        with suppress(KvgraftError):
+            remove_uploads(store, index)
     index.begin_push(push_id, namespace, fingerprint, now + LEASE)
     return push_id
 
@@ -268,12 +272,18 @@ class LocalPush(Push):
         except DivergenceError as error:
             refused = next(record for record in records if record.key == error.details["block_key"])
             self._diverged(push.namespace, refused, error.details["stored_record"])
-        self._reserve.spent_on(lambda: self._index.end_push(self.id))
+        self._end()
         self._observer.committed()
         return info
 
     def abort(self) -> None:
-        self._reserve.spent_on(lambda: self._index.end_push(self.id, self._namespace))
+        self._end()
+
+    def _end(self) -> None:
+        """Forget the push, and remove what was uploaded for it and not taken; what can't be now, garbage collection will."""
+        if self._reserve.spent_on(lambda: self._index.end_push(self.id, self._namespace)):
+            with suppress(KvgraftError):
+                remove_uploads(self._store, self._index, self.id)
 
     def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> NoReturn:
         """Record a divergence and refuse the push."""
