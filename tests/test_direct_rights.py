@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import urllib3
+from botocore.exceptions import NoCredentialsError
 from faulty import Faults, faulty
 from pushing import offer, push
 from servers import S3Server
@@ -27,6 +28,7 @@ from repo_service.services.opening import open_local
 from repo_service.services.push import LocalPush
 from repo_service.services.repository import LocalRepository
 from repo_service.storage import s3_probe
+from repo_service.storage.s3_reads import Reader
 
 MADE = artifact(range(20), seed=4)
 
@@ -244,3 +246,40 @@ def test_a_push_ends_though_what_was_put_for_it_cannot_be_listed(repository: Loc
     with mock.patch.object(repository._store, "list", side_effect=Unavailable("S3 is away")):
         info = pushing.commit(manifest)
     assert repository.check(info.id, NS).ok
+
+
+def test_no_signature_of_an_upload_reaches_a_log_an_error_or_the_audit(
+    repository: LocalRepository, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest, records, chunks = MADE
+    said: list[str] = []
+    with caplog.at_level("DEBUG", "repo_service"):
+        pushing = repository.begin_push(manifest.fingerprint, NS)
+        digest = offer(pushing, manifest, records)[0]
+        faults.choose = lambda _, path: "error" if "X-Amz-Signature" in path else None
+        with pytest.raises(Unavailable) as busy:
+            pushing.upload_urls([digest], 60)
+        faults.choose = lambda *_: None
+        put_at_url(pushing, digest, bytes(len(chunks[digest])))
+        with pytest.raises(DigestMismatch) as altered:
+            pushing.take(digest, memory_of(chunks[digest]))
+        with pytest.raises(ChunkNotFound) as absent:
+            pushing.take(digest, memory_of(chunks[digest]))
+        put_at_url(pushing, digest, chunks[digest])
+        pushing.abort()
+        said += [f"{error.value} {error.value.details}" for error in (busy, altered, absent)]
+    for text in (*said, caplog.text):
+        assert "X-Amz" not in text
+        assert "://127" not in text
+
+
+def test_without_credentials_no_upload_url_is_an_answer_and_no_crash(
+    repository: LocalRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, records, _ = MADE
+    pushing = repository.begin_push(manifest.fingerprint, NS)
+    digest = offer(pushing, manifest, records)[0]
+    repository._store.close()
+    monkeypatch.setattr(Reader, "_session", mock.Mock(side_effect=NoCredentialsError()))
+    with pytest.raises(Unavailable, match="credentials"):
+        pushing.upload_urls([digest], 60)

@@ -160,8 +160,18 @@ class Reader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether requests go to the bucket's server with nothing in between, and need no more than a signature."""
-        return isinstance(self._found(), _Signed)
+        """Whether requests go to the bucket's server with nothing in between, and need no more than a signature.
+
+        Raises
+        ------
+        Unavailable
+            If there are no credentials to sign with.
+        """
+        what = f"sign a URL of s3://{self._bucket}"
+        try:
+            return isinstance(self._found(), _Signed)
+        except Exception as error:
+            raise Unavailable(f"could not {what}: {transient(error, what)}", bucket=self._bucket) from error
 
     def put_at(self, url: str, body: bytes, headers: Mapping[str, str]) -> int:
         """The status of the answer to one PUT at a presigned URL, with headers that it does not sign; only if `is_plain`.
