@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -76,9 +76,10 @@ class S3Store(Store):
 
         async def copy() -> bool:
             try:
-                await self._bucket.call("copy_object", Key=path, **arguments)
+                answer = await self._bucket.call("copy_object", Key=path, **arguments)
             except Missing:
                 return False
+            _check_etag(answer.get("CopyObjectResult", {}))
             return True
 
         return self._bucket.run(self._bucket.until_done(f"copy to {self._named(path)}", copy))
@@ -100,7 +101,9 @@ class S3Store(Store):
 
         async def delete() -> None:
             with suppress(Missing):
-                await self._bucket.call("delete_object", Key=path)
+                answer = (await self._bucket.call("delete_object", Key=path))["ResponseMetadata"]
+                if answer["HTTPStatusCode"] != 204 and "x-amz-request-id" not in answer["HTTPHeaders"]:
+                    raise Transient("the answer to a DELETE is not S3's")
 
         self._bucket.run(self._bucket.until_done(f"delete {self._named(path)}", delete))
 
@@ -112,9 +115,8 @@ class S3Store(Store):
         path = self._path(key)
 
         async def age() -> float | None:
-            try:
-                answer = await self._bucket.call("head_object", Key=path)
-            except Missing:
+            answer = await self._begun(path)
+            if answer is None:
                 return None
             now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
             written: datetime = answer["LastModified"]
@@ -131,7 +133,7 @@ class S3Store(Store):
 
     def is_empty(self) -> bool:
         """True if nothing at all, be it an object of this store or not, lies under the prefix."""
-        return not self._page(self._root, MaxKeys=1).get("Contents")
+        return not self._page(self._root, MaxKeys=1)[0]
 
     def close(self) -> None:
         self._bucket.close()
@@ -145,25 +147,32 @@ class S3Store(Store):
     def _below(self, path: str) -> Iterator[str]:
         more: dict[str, Any] = {}
         while True:
-            page = self._page(path, MaxKeys=_PAGE, **more)
-            keys = (item["Key"].removeprefix(self._root) for item in page.get("Contents", ()))
-            yield from filter(is_key, keys)
-            if not page["IsTruncated"]:
+            keys, token = self._page(path, MaxKeys=_PAGE, **more)
+            yield from filter(is_key, (key.removeprefix(self._root) for key in keys))
+            if token is None:
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            more = {"ContinuationToken": token}
 
-    def _page(self, path: str, **arguments: Any) -> dict[str, Any]:
-        def call() -> Coroutine[Any, Any, Any]:
-            return self._bucket.call("list_objects_v2", Prefix=path, **arguments)
+    def _page(self, path: str, **arguments: Any) -> tuple[list[str], str | None]:
+        """Keys of objects below ``path``, and the token that asks for more, if there are more."""
 
-        page: dict[str, Any] = self._bucket.run(self._bucket.until_done(f"list {self._named(path)}", call))
-        return page
+        async def page() -> tuple[list[str], str | None]:
+            answer = await self._bucket.call("list_objects_v2", Prefix=path, **arguments)
+            keys = [item.get("Key", "") for item in answer.get("Contents", ())]
+            token = answer.get("NextContinuationToken")
+            more = answer.get("IsTruncated")
+            # Whatever XML came is taken for a listing, and what it lacks is left out.
+            if more is None or (more and not token) or not all(key.startswith(path) for key in keys):
+                raise Transient("the answer is no listing of what was asked for")
+            return keys, token if more else None
+
+        return self._bucket.run(self._bucket.until_done(f"list {self._named(path)}", page))
 
     # Coroutines, all of which run in fsspec's loop.
 
     async def _put(self, path: str, body: bytes, mark: str, **condition: str) -> None:
         """One PUT. The object bears the mark of the operation that wrote it."""
-        await self._bucket.call("put_object", Key=path, Body=body, Metadata={_MARK: mark}, **condition)
+        _check_etag(await self._bucket.call("put_object", Key=path, Body=body, Metadata={_MARK: mark}, **condition))
 
     async def _create(self, path: str, body: bytes) -> bool:
         mark = _new_mark()
@@ -187,18 +196,26 @@ class S3Store(Store):
         return await self._bucket.until_done(f"create {self._named(path)}", attempt)
 
     async def _is_there(self, path: str) -> bool:
-        # HEAD would not tell a missing object from a missing bucket.
+        return await self._begun(path) is not None
+
+    async def _begun(self, path: str) -> dict[str, Any] | None:
+        """What comes before an object's bytes, or None if there is none.
+
+        The answer to a HEAD has no body that would tell a missing object from anything else that is missing.
+        """
         try:
-            answer = await self._bucket.call("get_object", Key=path, Range="bytes=0-0")
+            answer: dict[str, Any] = await self._bucket.call("get_object", Key=path, Range="bytes=0-0")
         except Missing:
-            return False
+            return None
         except Refused as refused:
-            if refused.status == 416:
-                return True
-            raise
+            if refused.status != 416:
+                raise
+            # It has no byte.
+            answer = await self._bucket.call("get_object", Key=path)
         async with answer["Body"] as body:
-            await body.read()
-        return True
+            _check_etag(answer)
+            await body.read(1)
+        return answer
 
     async def _marked(self, path: str) -> tuple[bytes, str | None] | None:
         """An object's bytes, and the mark of whoever wrote them."""
@@ -207,6 +224,7 @@ class S3Store(Store):
         except Missing:
             return None
         async with answer["Body"] as body:
+            _check_etag(answer)
             data: bytes = await body.read()
         return data, answer["Metadata"].get(_MARK)
 
@@ -231,6 +249,12 @@ def parse_s3_url(url: str) -> tuple[str, str]:
             f"{url[:200]!r}: a prefix is parts of letters, digits, '.', '_' and '-', joined by '/'", url=url[:200]
         )
     return bucket, prefix
+
+
+def _check_etag(answer: Mapping[str, Any]) -> None:
+    """Refuse an answer that says nothing of an object, though it says that all is well."""
+    if not answer.get("ETag"):
+        raise Transient("the answer lacks the object's ETag")
 
 
 def _as_bytes(data: Buffer) -> bytes:

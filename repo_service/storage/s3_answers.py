@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import ssl
+from collections.abc import Mapping
 from http.client import HTTPException
 
 import aiohttp
@@ -33,7 +34,7 @@ class Transient(Exception):
     """Something that may be otherwise at the next try."""
 
 
-class Missing(Exception):
+class Missing(Transient):
     """No such object; the bucket is there."""
 
 
@@ -55,12 +56,26 @@ class Refused(Exception):
 
     @property
     def is_missing(self) -> bool:
-        """True if the object is not there, though the bucket is."""
-        return self.status == 404 and self.code in {"NoSuchKey", "404"}
+        """True if S3 says that the object is not there, though the bucket is."""
+        return self.status == 404 and self.code == "NoSuchKey"
 
     @property
     def may_pass(self) -> bool:
+        if self.status == 404:
+            # Any other 404 may be that of something before S3 which has lost it for a while.
+            return self.code not in {"NoSuchKey", "NoSuchBucket"}
         return (self.status in _PASSING or self.code in _PASSING_CODES) and self.code not in _FULL_CODES
+
+
+def check_media_type(headers: Mapping[str, str]) -> None:
+    """Refuse a page, which something before S3 gives in its place.
+
+    Raises
+    ------
+    Transient
+    """
+    if headers.get("content-type", "").lower().startswith("text/html"):
+        raise Transient("the answer is a page of HTML, which is not what S3 gives")
 
 
 def refusal(error: ClientError) -> Refused:

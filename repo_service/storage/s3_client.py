@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 from fsspec.asyn import get_loop
 from s3fs import S3FileSystem
 
-from repo_service.storage.s3_answers import Missing, Tries, refusal
+from repo_service.storage.s3_answers import Missing, Tries, check_media_type, refusal
 from repo_service.storage.s3_reads import CONNECT_SECONDS, CONNECTIONS, MODELS, Reader
 
 SECONDS = 60.0
@@ -83,16 +83,18 @@ class Bucket:
         Raises
         ------
         Missing, Refused
-            For an answer that says no; others if there was none.
+            For an answer that says no; others if there was none, or none of S3.
         """
         try:
-            return await self._connection()._call_s3(method, Bucket=self.name, **arguments)
+            answer = await self._connection()._call_s3(method, Bucket=self.name, **arguments)
         except Exception as error:
             cause = error if isinstance(error, ClientError) else error.__cause__
             if not isinstance(cause, ClientError):
                 raise
             refused = refusal(cause)
             raise Missing(refused) if refused.is_missing else refused from cause
+        check_media_type(answer["ResponseMetadata"]["HTTPHeaders"])
+        return answer
 
     def close(self) -> None:
         """Close the connections; a later call opens new ones."""

@@ -22,7 +22,7 @@ from botocore.utils import get_environ_proxies
 
 from repo_service.connections import Answer, Pool, receive
 from repo_service.domain.errors import Unavailable
-from repo_service.storage.s3_answers import Missing, Refused, Transient, Tries, refusal, transient
+from repo_service.storage.s3_answers import Missing, Refused, Transient, Tries, check_media_type, refusal, transient
 from repo_service.storage.s3_signing import Signer
 
 CONNECTIONS = 64
@@ -251,6 +251,7 @@ class _Reading:
         return {"Range": f"bytes={self.position}-{len(self.out) - 1}", "If-Match": self.etag}
 
     def go_on(self, headers: Mapping[str, Any], body: Answer, deadline: _Deadline) -> int:
+        check_media_type(headers)
         if not self.position:
             length, etag = str(headers.get("content-length")), headers.get("etag")
             if not length.isdecimal() or not etag:
