@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -153,10 +153,10 @@ class S3Store(Store):
                 return
             more = {"ContinuationToken": token}
 
-    def _page(self, path: str, **arguments: Any) -> tuple[list[str], str | None]:
+    def _page(self, path: str, **arguments: Any) -> tuple[Sequence[str], str | None]:
         """Keys of objects below ``path``, and the token that asks for more, if there are more."""
 
-        async def page() -> tuple[list[str], str | None]:
+        async def page() -> tuple[Sequence[str], str | None]:
             answer = await self._bucket.call("list_objects_v2", Prefix=path, **arguments)
             keys = [item.get("Key", "") for item in answer.get("Contents", ())]
             token = answer.get("NextContinuationToken")
