@@ -131,9 +131,11 @@ class S3Store(Store):
     def list(self, prefix: str) -> Iterator[str]:
         return self._below(f"{self._path(prefix)}/")
 
-    def is_empty(self) -> bool:
-        """True if nothing at all, be it an object of this store or not, lies under the prefix."""
-        return not self._page(self._root, MaxKeys=1)[0]
+    def is_empty(self, *, but: str = "") -> bool:
+        """True if nothing at all, be it an object of this store or not, lies under the prefix, or only what is below ``but``."""
+        passed_over = f"{self._path(but)}/" if but else None
+        keys, _ = self._page(self._root, MaxKeys=_PAGE)
+        return all(passed_over is not None and key.startswith(passed_over) for key in keys)
 
     def close(self) -> None:
         self._bucket.close()
