@@ -31,6 +31,12 @@ from repo_service.storage.s3_ways import (
     signed_way,
 )
 
+# Encodings that leave an object as it is; some servers keep the second, which is that of a PUT.
+_UNCHANGED = {"", "identity", "aws-chunked"}
+
+# Of a length that can be true.
+_MAX_DIGITS = 18
+
 # How long botocore is asked, after an answer that the bucket is elsewhere.
 _ELSEWHERE_SECONDS = 300.0
 
@@ -216,16 +222,21 @@ class _Reading:
             return {}
         return {"Range": f"bytes={self.position}-{len(self.out) - 1}", "If-Match": self.etag}
 
-    def go_on(self, status: int, headers: Headers, body: Answer, deadline: Deadline) -> int:  # noqa: ARG002
+    def go_on(self, status: int, headers: Headers, body: Answer, deadline: Deadline) -> int:
         check_media_type(headers)
+        if (encoding := headers.get("content-encoding", "")).lower() not in _UNCHANGED:
+            raise Transient(f"the answer is encoded: {encoding[:40]}")
+        etag = headers.get("etag")
         if not self.position:
-            length, etag = str(headers.get("content-length")), headers.get("etag")
-            if not length.isdecimal() or not etag:
-                raise Transient("the answer lacks its length or its ETag")
+            length = str(headers.get("content-length"))
+            if status != 200 or not length.isdecimal() or len(length) > _MAX_DIGITS or not etag:
+                raise Transient(f"the answer is not the whole object: {status}, or without its length or its ETag")
             self.size, self.etag = int(length), etag
             self.out = self.room(self.size)
-        elif not str(headers.get("content-range")).startswith(f"bytes {self.position}-"):
-            raise Transient("the server did not go on where it was asked to")
+        else:
+            part = f"bytes {self.position}-{len(self.out) - 1}/{self.size}"
+            if status != 206 or etag != self.etag or headers.get("content-range") != part:
+                raise Transient("the server did not go on with the same object where it was asked to")
 
         def show(piece: memoryview) -> None:
             self.seen(piece)
