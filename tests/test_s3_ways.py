@@ -13,7 +13,7 @@ from typing import BinaryIO
 import pytest
 from rawhttp import Say, answer, raw_server
 
-from repo_service.domain.errors import Unavailable
+from repo_service.domain.errors import DocumentCorrupt, Unavailable
 from repo_service.storage import S3Store
 from repo_service.storage import s3_reads as reads
 from repo_service.storage.s3_ways import ByBotocore, Signed
@@ -130,6 +130,79 @@ class _Later:
         return time.monotonic() + self._seconds
 
     sleep = staticmethod(time.sleep)
+
+
+@by_either_way
+def test_no_memory_is_taken_for_an_object_of_any_size(aws: pytest.MonkeyPatch, way: str) -> None:
+    def say(_: str, __: int, ___: dict[str, str], out: BinaryIO) -> None:
+        out.write(b'HTTP/1.1 200 OK\r\nETag: "e"\r\nContent-Length: 99999999999999\r\n\r\nabc')
+
+    with answered(say, aws, way) as store, pytest.raises(DocumentCorrupt, match="key has 99999999999999 bytes"):
+        store.get("key")
+
+
+@pytest.mark.parametrize("digits", [23, 5000])
+def test_a_length_beyond_all_numbers_is_asked_for_again(aws: pytest.MonkeyPatch, digits: int) -> None:
+    def say(_: str, number: int, __: dict[str, str], out: BinaryIO) -> bool:
+        out.write(answer(b"ok", ETag='"e"', **({"Content_Length": "9" * digits} if number == 1 else {})))
+        return False
+
+    with answered(say, aws) as store:
+        assert store.get("key") == b"ok"
+
+
+# What a first answer, and the answer to a resumed read, may not be.
+WRONG_AT_FIRST = {
+    "part of it": answer(b"part", "206 Partial Content", ETag='"e"', Content_Range="bytes 5-8/100"),
+    "packed": answer(b"packed", ETag='"e"', Content_Encoding="gzip"),
+    "a page": answer(b"<html>", ETag='"e"', Content_Type="text/html; charset=utf-8"),
+    "no etag": answer(b"ok"),
+    "no content": answer(b"", "204 No Content", ETag='"e"'),
+}
+WRONG_LATER = {
+    "another object": {"ETag": '"f"'},
+    "no etag": {"ETag": ""},
+    "packed": {"Content_Encoding": "gzip"},
+    "from elsewhere on": {"Content_Range": "bytes 5-999999/1000000"},
+    "of another size": {"Content_Range": "bytes {start}-999999/2000000"},
+    "shorter": {"Content_Range": "bytes {start}-999990/1000000"},
+}
+
+
+@by_either_way
+@pytest.mark.parametrize("wrong", WRONG_AT_FIRST)
+def test_an_answer_that_is_not_the_whole_object_is_asked_for_again(
+    aws: pytest.MonkeyPatch, way: str, wrong: str
+) -> None:
+    def say(_: str, number: int, __: dict[str, str], out: BinaryIO) -> None:
+        out.write(WRONG_AT_FIRST[wrong] if number == 1 else answer(b"ok", ETag='"e"'))
+
+    with answered(say, aws, way) as store:
+        assert store.get("key") == b"ok"
+
+
+@by_either_way
+@pytest.mark.parametrize("wrong", [*WRONG_LATER, "the whole"])
+def test_a_read_does_not_go_on_with_anything_but_the_rest(aws: pytest.MonkeyPatch, way: str, wrong: str) -> None:
+    def say(_: str, number: int, headers: dict[str, str], out: BinaryIO) -> bool:
+        if "range" not in headers:
+            out.write(answer(DATA, ETag='"e"')[:-400_000])
+            time.sleep(0.2)
+            return False
+        start = headers["range"].removeprefix("bytes=").partition("-")[0]
+        named = {"ETag": '"e"', "Content_Range": f"bytes {start}-999999/1000000"}
+        rest = DATA[int(start) :]
+        if number == 2 and wrong == "the whole":
+            out.write(answer(rest, **named))
+        elif number == 2:
+            other = {name: value.format(start=start) for name, value in WRONG_LATER[wrong].items()}
+            out.write(answer(b"?" * len(rest), "206 Partial Content", **named | other))
+        else:
+            out.write(answer(rest, "206 Partial Content", **named))
+        return False
+
+    with answered(say, aws, way) as store:
+        assert store.get("key") == DATA
 
 
 @pytest.mark.parametrize("method", ["get", "put"])

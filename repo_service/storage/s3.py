@@ -15,7 +15,7 @@ from typing_extensions import Buffer
 from repo_service.domain.errors import MalformedUrl
 from repo_service.storage.s3_answers import Missing, Refused, Transient
 from repo_service.storage.s3_client import SECONDS, Bucket
-from repo_service.storage.store import MAX_KEY_CHARACTERS, Store, check_key, is_key
+from repo_service.storage.store import MAX_KEY_CHARACTERS, MAX_OBJECT_BYTES, Store, check_key, check_size, is_key
 
 # Keys in one answer to a listing, at most.
 _PAGE = 1000
@@ -48,12 +48,12 @@ class S3Store(Store):
         self._bucket = Bucket(bucket, seconds)
         self._root = f"{prefix}/" if prefix else ""
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, limit: int = MAX_OBJECT_BYTES) -> bytes | None:
         held = bytearray()
 
         def room(size: int) -> memoryview:
             nonlocal held
-            held = bytearray(size)
+            held = bytearray(check_size(key, size, limit))
             return memoryview(held)
 
         size = self._bucket.reader.read(self._path(key), room)
@@ -188,7 +188,7 @@ class S3Store(Store):
                     raise
             # It may have been this PUT all the same, at a try whose answer was lost, or sent twice by
             # aiohttp, which does so, unasked, when a connection breaks.
-            found = await self._marked(path)
+            found = await self._marked(path, len(body))
             if found is None:
                 raise Transient("it was removed while it was written")
             data, found_mark = found
@@ -219,15 +219,15 @@ class S3Store(Store):
             await body.read(1)
         return answer
 
-    async def _marked(self, path: str) -> tuple[bytes, str | None] | None:
-        """An object's bytes, and the mark of whoever wrote them."""
+    async def _marked(self, path: str, size: int) -> tuple[bytes | None, str | None] | None:
+        """An object's bytes, or none of them if they are not ``size``, and the mark of whoever wrote them."""
         try:
             answer = await self._bucket.call("get_object", Key=path)
         except Missing:
             return None
         async with answer["Body"] as body:
             _check_etag(answer)
-            data: bytes = await body.read()
+            data = await body.read() if answer.get("ContentLength") == size else None
         return data, answer["Metadata"].get(_MARK)
 
 
