@@ -12,11 +12,14 @@ import os
 import select
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPResponse
-from typing import Any, Protocol
+from ipaddress import ip_address
+from typing import Any, Protocol, TypeVar
 
 from typing_extensions import Buffer
 
@@ -25,6 +28,9 @@ PIECE = 512 * 1024
 
 # Answers that announce another one, before which the server must have lost its way.
 _MAX_INTERIM = 16
+
+
+T = TypeVar("T")
 
 
 class Unconnected(OSError):
@@ -71,6 +77,7 @@ class Pool:
     """
 
     def __init__(self, host: str, port: int | None, context: ssl.SSLContext | None = None, *, keep: int = 64) -> None:
+        self._is_named = not _is_address(host)
         self._new = partial(_Secure, host, port, context=context) if context else partial(_Plain, host, port)
         self._keep = keep
         self._idle: list[_Plain | _Secure] = []
@@ -130,7 +137,16 @@ class Pool:
         connection = self._new()
         connection.timeout = seconds
         try:
-            connection.connect()
+            if self._is_named:
+                # Names are looked up without a limit of time, and every address of one is tried.
+                connecting = in_thread(connection.connect)
+                try:
+                    connecting.result(seconds)
+                except TimeoutError:
+                    connecting.add_done_callback(lambda _: connection.close())
+                    raise
+            else:
+                connection.connect()
         except ssl.SSLCertVerificationError:
             raise
         except OSError as error:
@@ -150,6 +166,28 @@ class Pool:
             return self._idle.pop()
         except IndexError:
             return None
+
+
+def in_thread(do: Callable[[], T]) -> Future[T]:
+    """Do something that can't be interrupted in a thread of its own, so that nobody need wait for its end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(do())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def receive(answer: Answer, out: memoryview, seen: Callable[[memoryview], object]) -> None:

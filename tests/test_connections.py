@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
@@ -14,7 +15,7 @@ import pytest
 from rawhttp import Say, answer, raw_server
 
 from repo_service.client.transport import Pace
-from repo_service.connections import Pool
+from repo_service.connections import Pool, Unconnected
 
 
 @contextmanager
@@ -28,6 +29,16 @@ def pooled(say: Say) -> Iterator[Pool]:
 def ask(pool: Pool, target: str, method: str = "GET") -> bytes:
     with pool.ask(method, target, {}, Pace(5), connect_s=2) as answer:
         return answer.read()
+
+
+def test_a_name_that_is_looked_up_for_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: ended.wait(20))
+    began = time.monotonic()
+    with pytest.raises(Unconnected), Pool("name.invalid", 80).ask("GET", "/", {}, Pace(5), connect_s=0.2):
+        pass
+    assert time.monotonic() - began < 5
+    ended.set()
 
 
 @pytest.mark.parametrize("status", ["100 Continue", "102 Processing", "103 Early Hints"])

@@ -8,6 +8,8 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import BinaryIO
 
 import pytest
@@ -221,6 +223,35 @@ def test_credentials_that_have_expired_are_looked_for_again(aws: pytest.MonkeyPa
             assert way_of(store) is Signed
         else:
             store.put("key", b"x")
+
+
+_SLOW_PROCESS = """#!/bin/sh
+[ -e {0}/slow ] && exec sleep 8
+echo '{{"Version":1,"AccessKeyId":"a","SecretAccessKey":"b","SessionToken":"t","Expiration":"{1}"}}'
+"""
+
+
+@by_either_way
+@pytest.mark.parametrize("begun", [True, False])
+def test_credentials_that_are_not_renewed_do_not_outlast_the_deadline(
+    aws: pytest.MonkeyPatch, tmp_path: Path, way: str, begun: bool
+) -> None:
+    soon = (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    (tmp_path / "process").write_text(_SLOW_PROCESS.format(tmp_path, soon))
+    (tmp_path / "process").chmod(0o755)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {tmp_path}/process\n")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        aws.delenv(name)
+    aws.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    aws.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with answered(lambda _, __, ___, out: out.write(answer(b"ok", ETag='"e"')), aws, way, seconds=2) as store:
+        if begun:
+            assert store.get("key") == b"ok"
+        (tmp_path / "slow").touch()
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="within 2 s"):
+            store.get("key")
+        assert time.monotonic() - began < 6
 
 
 @by_either_way

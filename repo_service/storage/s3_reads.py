@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from botocore.config import Config
 from botocore.loaders import Loader
 from botocore.session import Session
 
-from repo_service.connections import Answer, receive
+from repo_service.connections import Answer, in_thread, receive
 from repo_service.domain.errors import Unavailable
 from repo_service.storage.s3_answers import Missing, Refused, Transient, Tries, check_media_type, transient
 from repo_service.storage.s3_ways import (
@@ -69,6 +70,7 @@ class Reader:
         self._by_botocore = ByBotocore(call, run)
         self._way: Way | None = None
         self._way_until = math.inf
+        self._finding: Future[Way] | None = None
         self._known: tuple[Session, Any] | None = None
         self._renew()
 
@@ -113,8 +115,7 @@ class Reader:
         """
         what = f"sign a URL of s3://{self._bucket}/{key}"
         try:
-            with self._lock:
-                client = self._session()[1]
+            client = self._session()[1]
             place = {"Bucket": self._bucket, "Key": key, **signed}
             url: str = client.generate_presigned_url(method, Params=place, ExpiresIn=seconds)
         except Exception as error:
@@ -124,7 +125,7 @@ class Reader:
     def close(self) -> None:
         """Close the connections; a later read opens new ones."""
         with self._lock:
-            way, self._way = self._way, None
+            way, self._way, self._finding = self._way, None, None
         if way is not None:
             way.close()
 
@@ -136,7 +137,8 @@ class Reader:
 
     def _renew(self) -> None:
         # A lock that another thread held when the process was forked would never be released.
-        self._lock = threading.Lock()
+        self._lock, self._session_lock = threading.Lock(), threading.Lock()
+        self._finding = None
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
 
     def _try(self, reading: _Reading, deadline: Deadline) -> int | None:
@@ -144,7 +146,7 @@ class Reader:
         if not slots.acquire(timeout=deadline.rest_s()):
             raise Overdue
         try:
-            way = self._found()
+            way = self._found(deadline.wait_s())
             try:
                 with way.open(reading.key, reading.conditions(), deadline) as (status, headers, body):
                     return reading.go_on(status, headers, body, deadline)
@@ -161,10 +163,21 @@ class Reader:
         finally:
             slots.release()
 
-    def _found(self) -> Way:
+    def _found(self, wait_s: float) -> Way:
+        """The way to ask; botocore may look for credentials for any time, but not longer than ``wait_s`` for this."""
+        with self._lock:
+            if self._way is not None and time.monotonic() <= self._way_until:
+                return self._way
+            if self._finding is None or self._finding.done():
+                self._finding = in_thread(self._find)
+            finding = self._finding
+        try:
+            found = finding.result(wait_s)
+        except TimeoutError:
+            raise Transient("no credentials were found in time") from None
         with self._lock:
             if self._way is None or time.monotonic() > self._way_until:
-                self._way, self._way_until = self._find(), math.inf
+                self._way, self._way_until = found, math.inf
             return self._way
 
     def _find(self) -> Way:
@@ -179,14 +192,15 @@ class Reader:
             if self._way is way and elsewhere:
                 self._way, self._way_until = self._by_botocore, time.monotonic() + _ELSEWHERE_SECONDS
             elif self._way is way:
-                self._way = self._known = None
+                self._way = self._known = self._finding = None
         way.close()
 
     def _session(self) -> tuple[Session, Any]:
-        """Botocore's session and client; under the lock."""
-        if self._known is None:
-            self._known = self._begun()
-        return self._known
+        """Botocore's session and client."""
+        with self._session_lock:
+            if self._known is None:
+                self._known = self._begun()
+            return self._known
 
     def _begun(self) -> tuple[Session, Any]:
         session = Session()

@@ -94,7 +94,7 @@ class Signed:
         self, key: str, conditions: Mapping[str, str], deadline: Deadline
     ) -> Iterator[tuple[int, Headers, Answer]]:
         path = f"{self.path}/{key}"
-        headers = {**self.signer.headers(path), **conditions}
+        headers = {**self.signer.headers(path, deadline.wait_s()), **conditions}
         with self.pool.ask("GET", path, headers, deadline, connect_s=CONNECT_SECONDS) as answer:
             if answer.status // 100 != 2:
                 raise _refusal(answer.status, dict(answer.headers), answer.read(_MAX_ERROR_BYTES))
