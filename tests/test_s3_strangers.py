@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from faulty import Faults, faulty
 from pushing import push
+from rawhttp import answer, raw_server
 from servers import S3Server
 from synthetic import artifact, fingerprint
 
@@ -42,14 +44,14 @@ def store(faults: Faults, s3: S3Server) -> Iterator[S3Store]:  # noqa: ARG001
     store.close()
 
 
-def for_once(method: str, answer: tuple[int, str, bytes]) -> Callable[[str, str], tuple[int, str, bytes] | None]:
-    left = [answer]
+def for_once(method: str, stranger: tuple[int, str, bytes]) -> Callable[[str, str], tuple[int, str, bytes] | None]:
+    left = [stranger]
     return lambda asked, _: left.pop() if asked == method and left else None
 
 
-@pytest.mark.parametrize("answer", STRANGE)
+@pytest.mark.parametrize("strange", STRANGE)
 def test_an_answer_that_is_not_s3s_is_asked_for_again(
-    faults: Faults, store: S3Store, answer: tuple[int, str, bytes]
+    faults: Faults, store: S3Store, strange: tuple[int, str, bytes]
 ) -> None:
     out = bytearray(4)
     steps: list[tuple[str, Callable[[], object], object]] = [
@@ -66,7 +68,7 @@ def test_an_answer_that_is_not_s3s_is_asked_for_again(
         ("DELETE", lambda: store.delete("a/b"), None),
     ]
     for method, step, expected in steps:
-        faults.instead = for_once(method, answer)
+        faults.instead = for_once(method, strange)
         assert step() == expected
         assert faults.instead(method, "") is None, "the answer was not met"
     assert store.get("a/b") is None
@@ -88,6 +90,42 @@ def test_a_404_that_stays_is_no_missing_object(faults: Faults, s3: S3Server) -> 
         with pytest.raises(Unavailable, match=r"within 0\.5 s.*404"):
             call()
     store.close()
+
+
+def test_a_listing_that_does_not_go_on_is_given_up(faults: Faults, s3: S3Server) -> None:
+    page = b"<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>same</NextContinuationToken></ListBucketResult>"
+    faults.instead = lambda *_: (200, "application/xml", page)
+    store = S3Store(s3.bucket, s3.prefix(), seconds=0.5)
+    with pytest.raises(Unavailable, match="no listing of what was asked for"):
+        list(store.list("a"))
+    store.close()
+
+
+def test_a_listing_of_other_keys_is_none_of_what_was_asked_for(faults: Faults, store: S3Store) -> None:
+    page = b"<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>other/key</Key></Contents></ListBucketResult>"
+    store.put("a/b", b"x")
+    faults.instead = for_once("GET", (200, "application/xml", page))
+    assert list(store.list("a")) == ["a/b"]
+
+
+def test_an_age_without_a_date_is_asked_for_again(aws_like: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", aws_like)
+    store = S3Store("bucket", seconds=6)
+    age = store.age_s("a")
+    assert age is not None
+    assert round(age) == 60
+    store.close()
+
+
+@pytest.fixture
+def aws_like(s3: S3Server) -> Iterator[str]:  # noqa: ARG001
+    dates = {"Date": "Mon, 30 Nov 2026 12:01:00 GMT", "Last_Modified": "Mon, 30 Nov 2026 12:00:00 GMT"}
+
+    def say(_: str, number: int, __: dict[str, str], out: BinaryIO) -> None:
+        out.write(answer(b"x", ETag='"e"', **(dates if number > 1 else {})))
+
+    with raw_server(say) as url:
+        yield url
 
 
 def test_an_empty_object_has_an_age(store: S3Store) -> None:

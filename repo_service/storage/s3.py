@@ -118,9 +118,11 @@ class S3Store(Store):
             answer = await self._begun(path)
             if answer is None:
                 return None
-            now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-            written: datetime = answer["LastModified"]
-            return max(0.0, (now - written).total_seconds())
+            now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+            written: datetime | None = answer.get("LastModified")
+            if now is None or written is None:
+                raise Transient("the answer lacks its date or the object's")
+            return max(0.0, (parsedate_to_datetime(now) - written).total_seconds())
 
         return self._bucket.run(self._bucket.until_done(f"look at {self._named(path)}", age))
 
@@ -164,7 +166,8 @@ class S3Store(Store):
             token = answer.get("NextContinuationToken")
             more = answer.get("IsTruncated")
             # Whatever XML came is taken for a listing, and what it lacks is left out.
-            if more is None or (more and not token) or not all(key.startswith(path) for key in keys):
+            goes_on = not more or (token and token != arguments.get("ContinuationToken"))
+            if more is None or not goes_on or not all(key.startswith(path) for key in keys):
                 raise Transient("the answer is no listing of what was asked for")
             return keys, token if more else None
 

@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 from fsspec.asyn import get_loop
 from s3fs import S3FileSystem
 
-from repo_service.storage.s3_answers import Missing, Tries, check_media_type, refusal
+from repo_service.storage.s3_answers import Missing, Transient, Tries, check_media_type, refusal
 from repo_service.storage.s3_reads import MODELS, Reader
 from repo_service.storage.s3_ways import CONNECT_SECONDS, CONNECTIONS
 
@@ -89,6 +89,9 @@ class Bucket:
         files = self._connection()
         try:
             answer = await files._call_s3(method, Bucket=self.name, **arguments)
+        except RuntimeError as error:
+            # Of credentials that were renewed and have expired, or of connections that another thread has closed.
+            raise Transient(str(error)) from error
         except Exception as error:
             cause = error if isinstance(error, ClientError) else error.__cause__
             if not isinstance(cause, ClientError):
