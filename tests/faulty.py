@@ -34,6 +34,8 @@ class Faults:
         ``error``, answered 503 and not passed on; ``applied-error``, passed on and answered 500; ``drop``, closed and not
         passed on; ``lost``, passed on and never answered; ``reset``, cut in the middle of the answer's body; ``stall``, not passed on
         and never answered; ``body-stall``, no end of the answer's body; ``late``, passed on, answered never.
+    instead
+        Given method and path of a request, what is answered in the server's place, if anything: status, media type and body.
     stall_s
         How long a stalled request is held before its connection is closed.
     hear
@@ -46,6 +48,7 @@ class Faults:
 
     url: str
     choose: Callable[[str, str], str | None] = lambda *_: None
+    instead: Callable[[str, str], tuple[int, str, bytes] | None] = lambda *_: None
     stall_s: float = 60
     hear: Callable[[dict[str, str]], object] = lambda _: None
     obey: Callable[[str, str, dict[str, str]], bool] = lambda *_: False
@@ -117,6 +120,10 @@ class _Handler(BaseHTTPRequestHandler):
         faults.hear(headers)
         if faults.obey(self.command, self.path, headers):
             self._answer(200, [], b"")
+            return
+        if (stranger := faults.instead(self.command, self.path)) is not None:
+            status, media_type, said = stranger
+            self._answer(status, [("Content-Type", media_type)] if media_type else [], said)
             return
         kind = faults.choose(self.command, self.path)
         if kind is not None:
