@@ -82,22 +82,6 @@ class S3Store(Store):
             return None
         return reader.url_of(self._path(key), seconds, "put_object", ContentLength=size)
 
-    def copy(self, source: str, target: str) -> bool:
-        path = self._path(target)
-        place = {"Bucket": self._bucket.name, "Key": self._path(source)}
-        # Without a mark of its own the copy would have its source's.
-        arguments = {"CopySource": place, "MetadataDirective": "REPLACE", "Metadata": {_MARK: _new_mark()}}
-
-        async def copy() -> bool:
-            try:
-                answer = await self._bucket.call("copy_object", Key=path, **arguments)
-            except Missing:
-                return False
-            _check_etag(answer.get("CopyObjectResult", {}))
-            return True
-
-        return self._bucket.run(self._bucket.until_done(f"copy to {self._named(path)}", copy))
-
     def put(self, key: str, data: Buffer) -> None:
         path, body, mark = self._path(key), _as_bytes(data), _new_mark()
 

@@ -145,14 +145,6 @@ class Store(ABC):
         """
         return None
 
-    def copy(self, source: str, target: str) -> bool:
-        """Write or replace ``target`` with the bytes of ``source``; False if there are none."""
-        data = self.get(source)
-        if data is None:
-            return False
-        self.put(target, data)
-        return True
-
     def close(self) -> None:
         """Let go of connections, if there are any; the store can still be used."""
         return
