@@ -12,16 +12,25 @@ import os
 import select
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPResponse
-from typing import Any, Protocol
+from ipaddress import ip_address
+from typing import Any, Protocol, TypeVar
 
 from typing_extensions import Buffer
 
 PIECE = 512 * 1024
 """Bytes that are received at once; they are hashed while they still lie in the core's cache."""
+
+# Answers that announce another one, before which the server must have lost its way.
+_MAX_INTERIM = 16
+
+
+T = TypeVar("T")
 
 
 class Unconnected(OSError):
@@ -68,6 +77,7 @@ class Pool:
     """
 
     def __init__(self, host: str, port: int | None, context: ssl.SSLContext | None = None, *, keep: int = 64) -> None:
+        self._is_named = not _is_address(host)
         self._new = partial(_Secure, host, port, context=context) if context else partial(_Plain, host, port)
         self._keep = keep
         self._idle: list[_Plain | _Secure] = []
@@ -84,7 +94,9 @@ class Pool:
         body: Buffer | None = None,
         connect_s: float,
     ) -> Iterator[HTTPResponse]:
-        """Send a request; its answer is there inside the block. What is not read of it ends the connection.
+        """Send a request; its answer is there inside the block.
+
+        A connection is used again only if its answer was read to the end and nothing came beyond it.
 
         Raises
         ------
@@ -93,7 +105,7 @@ class Pool:
         OSError, http.client.HTTPException
             And what ``timing`` raises.
         """
-        connection = self._connected(min(connect_s, timing.wait_s()))
+        connection, process = self._connected(min(connect_s, timing.wait_s())), os.getpid()
         whole = False
         try:
             answer = connection.exchange(method, target, headers, body, timing)
@@ -102,6 +114,7 @@ class Pool:
             finally:
                 whole = (answer.isclosed() or answer.length == 0) and not answer.will_close
                 answer.close()
+                whole = whole and not answer.has_surplus and os.getpid() == process
         finally:
             if whole and len(self._idle) < self._keep:
                 self._idle.append(connection)
@@ -124,7 +137,16 @@ class Pool:
         connection = self._new()
         connection.timeout = seconds
         try:
-            connection.connect()
+            if self._is_named:
+                # Names are looked up without a limit of time, and every address of one is tried.
+                connecting = in_thread(connection.connect)
+                try:
+                    connecting.result(seconds)
+                except TimeoutError:
+                    connecting.add_done_callback(lambda _: connection.close())
+                    raise
+            else:
+                connection.connect()
         except ssl.SSLCertVerificationError:
             raise
         except OSError as error:
@@ -135,14 +157,37 @@ class Pool:
     def _taken(self) -> _Plain | _Secure | None:
         if os.getpid() != self._process:
             # The connections are those of the process that this one was forked from; it goes on with them.
-            self._process = os.getpid()
             inherited, self._idle = self._idle, []
+            # Not before: a thread that finds its own process here takes what is idle.
+            self._process = os.getpid()
             for connection in inherited:
                 connection.close()
         try:
             return self._idle.pop()
         except IndexError:
             return None
+
+
+def in_thread(do: Callable[[], T]) -> Future[T]:
+    """Do something that can't be interrupted in a thread of its own, so that nobody need wait for its end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(do())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def receive(answer: Answer, out: memoryview, seen: Callable[[memoryview], object]) -> None:
@@ -164,7 +209,9 @@ def receive(answer: Answer, out: memoryview, seen: Callable[[memoryview], object
 
 
 class _Source(io.RawIOBase):
-    """What a socket receives."""
+    """What a socket receives, until it ``is_ended``; from then on there is nothing to wait for."""
+
+    is_ended = False
 
     def __init__(self, source: io.BufferedReader, sock: socket.socket, timing: Timing) -> None:
         # Keeps the socket open while the answer is read.
@@ -176,7 +223,9 @@ class _Source(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, out: Any) -> int:
+    def readinto(self, out: Any) -> int | None:
+        if self.is_ended:
+            return None
         if (wait_s := self._timing.wait_s()) != self._wait_s:
             self._socket.settimeout(wait_s)
             self._wait_s = wait_s
@@ -192,10 +241,53 @@ class _Source(io.RawIOBase):
         super().close()
 
 
+class _Received(io.BufferedReader):
+    """What came from a source, and at its end whether more came than was read."""
+
+    raw: _Source
+    has_surplus = False
+
+    def close(self) -> None:
+        if not self.closed:
+            self.raw.is_ended = True
+            self.has_surplus = bool(self.peek(1))
+        super().close()
+
+
 class _Response(HTTPResponse):
+    """An answer whose end is where its header says, or which ends its connection."""
+
     def __init__(self, sock: socket.socket, *args: Any, timing: Timing, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(_Source(self.fp, sock, timing))
+        self.fp = self._received = _Received(_Source(self.fp, sock, timing))
+
+    @property
+    def has_surplus(self) -> bool:
+        """True if bytes came that are not of this answer."""
+        return self._received.has_surplus
+
+    def begin(self) -> None:
+        super().begin()
+        lengths = self.headers.get_all("Content-Length", [])
+        encoded = "Transfer-Encoding" in self.headers
+        if len(set(lengths)) > 1 or any(not (length.isascii() and length.isdecimal()) for length in lengths):
+            raise http.client.HTTPException(f"the answer's length is {', '.join(lengths)[:100]}")
+        if encoded and (lengths or not self.chunked):
+            self.will_close = True
+        if self.status in {204, 304} and (encoded or any(length != "0" for length in lengths)):
+            # It has no body, and the server may think otherwise.
+            self.will_close = True
+
+    def _read_status(self) -> tuple[str, int, str]:
+        """The status line of the answer itself; `http.client` passes over no announcement but 100."""
+        for _ in range(_MAX_INTERIM):
+            version, status, reason = super()._read_status()  # type: ignore[misc]
+            if not 100 <= status < 200:
+                return version, status, reason
+            if status == http.client.SWITCHING_PROTOCOLS:
+                raise http.client.HTTPException("the server speaks another protocol from here on, unasked")
+            http.client.parse_headers(self.fp)
+        raise http.client.HTTPException(f"no answer came after {_MAX_INTERIM} announcements of one")
 
 
 class _Timed(http.client.HTTPConnection):
@@ -203,7 +295,7 @@ class _Timed(http.client.HTTPConnection):
 
     def exchange(
         self, method: str, target: str, headers: Mapping[str, str], body: Buffer | None, timing: Timing
-    ) -> HTTPResponse:
+    ) -> _Response:
         self._timing = timing
         self.response_class = partial(_Response, timing=timing)  # type: ignore[assignment]
         is_cut = False
@@ -213,7 +305,7 @@ class _Timed(http.client.HTTPConnection):
             # Whoever refuses a body need not take it; the refusal may be there to read.
             is_cut = True
         timing.sent()
-        answer = self.getresponse()
+        answer: _Response = self.getresponse()  # type: ignore[assignment]
         answer.will_close = answer.will_close or is_cut
         return answer
 
@@ -238,7 +330,9 @@ class _Secure(_Timed, http.client.HTTPSConnection):
 
 
 def _is_dropped(sock: socket.socket) -> bool:
-    """True if the server has closed a connection that lay idle."""
+    """True if the server has closed a connection that lay idle, or sent what nobody asked for."""
+    if isinstance(sock, ssl.SSLSocket) and sock.pending():
+        return True
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

@@ -34,18 +34,24 @@ class Faults:
         ``error``, answered 503 and not passed on; ``applied-error``, passed on and answered 500; ``drop``, closed and not
         passed on; ``lost``, passed on and never answered; ``reset``, cut in the middle of the answer's body; ``stall``, not passed on
         and never answered; ``body-stall``, no end of the answer's body; ``late``, passed on, answered never.
+    instead
+        Given method and path of a request, what is answered in the server's place, if anything: status, media type and body.
     stall_s
         How long a stalled request is held before its connection is closed.
     hear
         Given the headers of every request, their names in small letters.
+    obey
+        Given method, path and headers of a request: true if it was carried out in another way, and is to be answered 200.
     requests
         Method, path and Range of every request, in order.
     """
 
     url: str
     choose: Callable[[str, str], str | None] = lambda *_: None
+    instead: Callable[[str, str], tuple[int, str, bytes] | None] = lambda *_: None
     stall_s: float = 60
     hear: Callable[[dict[str, str]], object] = lambda _: None
+    obey: Callable[[str, str, dict[str, str]], bool] = lambda *_: False
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     met: Counter[str] = field(default_factory=Counter)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -110,7 +116,15 @@ class _Handler(BaseHTTPRequestHandler):
         faults = self.faults
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         faults.requests.append((self.command, self.path, self.headers.get("Range")))
-        faults.hear({name.lower(): value for name, value in self.headers.items()})
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        faults.hear(headers)
+        if faults.obey(self.command, self.path, headers):
+            self._answer(200, [], b"")
+            return
+        if (stranger := faults.instead(self.command, self.path)) is not None:
+            status, media_type, said = stranger
+            self._answer(status, [("Content-Type", media_type)] if media_type else [], said)
+            return
         kind = faults.choose(self.command, self.path)
         if kind is not None:
             faults.met[kind] += 1
@@ -120,16 +134,16 @@ class _Handler(BaseHTTPRequestHandler):
         if kind in ("drop", "stall"):
             self._hold(kind)
             return
-        status, headers, answer = self._ask(body)
+        status, found, answer = self._ask(body)
         if kind == "applied-error":
             self._answer(500, [], _BUSY % b"InternalError")
         elif kind in ("lost", "late"):
             self._hold("stall" if kind == "late" else kind)
         elif kind in ("reset", "body-stall") and len(answer) > 1:
-            self._answer(status, headers, answer, len(answer) // 2)
+            self._answer(status, found, answer, len(answer) // 2)
             self._hold("stall" if kind == "body-stall" else "reset")
         else:
-            self._answer(status, headers, answer)
+            self._answer(status, found, answer)
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         connection = http.client.HTTPConnection(self.server_netloc, timeout=120)

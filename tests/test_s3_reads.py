@@ -17,7 +17,7 @@ from servers import S3Server
 
 from repo_service.domain.errors import Unavailable
 from repo_service.storage import S3Store
-from repo_service.storage.s3_reads import _ByBotocore, _Signed
+from repo_service.storage.s3_ways import ByBotocore, Signed
 
 DATA = os.urandom(3 * 2**20 + 5)
 
@@ -50,7 +50,7 @@ def test_a_connection_is_used_again(s3: S3Server, prefix: str) -> None:
     with opened(s3, prefix) as store:
         assert read(store) == DATA
         way = store._bucket.reader._way
-        assert isinstance(way, _Signed)
+        assert isinstance(way, Signed)
         [connection] = way.pool._idle
         assert store.get("key") == DATA
         assert store.get("absent") is None
@@ -103,7 +103,7 @@ def test_tls_is_checked_against_the_authorities_that_botocore_trusts(
     monkeypatch.setenv("AWS_CA_BUNDLE", authority)
     with opened(s3, prefix) as store:
         assert read(store) == DATA
-        assert isinstance(store._bucket.reader._way, _Signed)
+        assert isinstance(store._bucket.reader._way, Signed)
 
 
 def test_a_proxy_is_left_to_botocore(s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_proxy_is_left_to_botocore(s3: S3Server, prefix: str, monkeypatch: pyt
     monkeypatch.setenv("NO_PROXY", "")
     with opened(s3, prefix) as store:
         assert read(store) == DATA
-        assert isinstance(store._bucket.reader._way, _ByBotocore)
+        assert isinstance(store._bucket.reader._way, ByBotocore)
         assert store.get("absent") is None
         store.put("other", b"x")
         assert store.get("other") == b"x"
@@ -144,7 +144,7 @@ def test_a_bucket_that_is_elsewhere_is_left_to_botocore(
             # It goes nowhere from here, and that is what botocore says in the end.
             with pytest.raises(Unavailable, match=r"301.*AWS_ENDPOINT_URL"):
                 store.get("key")
-            assert isinstance(store._bucket.reader._way, _ByBotocore)
+            assert isinstance(store._bucket.reader._way, ByBotocore)
         server.shutdown()
         thread.join()
     assert len(asked) >= 2

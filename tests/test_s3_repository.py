@@ -18,6 +18,7 @@ from repo_service.client import open_repository
 from repo_service.domain.errors import Conflict, InvalidInput, MalformedUrl, NotARepository, Unavailable
 from repo_service.services.opening import open_local
 from repo_service.services.repository import LocalRepository
+from repo_service.storage import S3Store
 
 MADE = artifact(list(range(40)), fingerprint())
 OTHER = artifact(list(range(50)), fingerprint())
@@ -40,6 +41,36 @@ def other(tmp_path: Path) -> str:
 
 def opened(url: str, index: str, **options: bool) -> LocalRepository:
     return open_local(url, index_url=index, **options)
+
+
+def test_a_server_that_ignores_if_none_match_is_refused_at_every_open(
+    url: str, index: str, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marker of the refused attempt stayed, and the second attempt found a repository."""
+    put = S3Store._put
+
+    async def overwrite(store: S3Store, path: str, body: bytes, mark: str, **_: str) -> None:
+        await put(store, path, body, mark)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(S3Store, "_put", overwrite)
+        for _ in range(2):
+            with pytest.raises(NotARepository, match="ignores If-None-Match"):
+                opened(url, index)
+    left = s3.client().list_objects_v2(Bucket=s3.bucket, Prefix=url.removeprefix(f"s3://{s3.bucket}/"))
+    assert left["KeyCount"] == 0
+    opened(url, index).close()
+
+
+def test_what_a_crash_in_the_first_open_leaves_does_not_stop_the_second(url: str, index: str, s3: S3Server) -> None:
+    prefix = url.removeprefix(f"s3://{s3.bucket}/")
+    s3.client().put_object(Bucket=s3.bucket, Key=f"{prefix}/uploads/kvgraft-probe/{'0' * 32}", Body=b"first")
+    with opened(url, index) as repository:
+        [gone] = repository.collect_garbage(grace_s=0).removed
+        assert gone.name == f"uploads/kvgraft-probe/{'0' * 32}"
+    s3.client().put_object(Bucket=s3.bucket, Key=f"{prefix}-2/uploads/theirs", Body=b"x")
+    with pytest.raises(NotARepository, match="not empty"):
+        opened(f"{url}-2", index)
 
 
 def test_without_an_index_an_s3_repository_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

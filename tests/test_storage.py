@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from repo_service.domain.errors import InvalidInput, StorageFull, Unavailable
+from repo_service.domain.errors import DocumentCorrupt, InvalidInput, StorageFull, Unavailable
 from repo_service.storage import LocalStore, MemoryStore, S3Store, Store
 from repo_service.storage.store import check_key
 
@@ -91,6 +91,21 @@ def test_an_object_is_what_was_put(store: Store, size: int) -> None:
     out = bytearray(size)
     assert read(store, "a/b", out) == (size, data)
     assert out == data
+
+
+def test_an_object_larger_than_the_limit_is_refused(store: Store) -> None:
+    store.put("a/b", b"x" * 1000)
+    assert store.get("a/b", 1000) == b"x" * 1000
+    with pytest.raises(DocumentCorrupt, match="a/b has 1000 bytes"):
+        store.get("a/b", 999)
+    assert read(store, "a/b", bytearray(10)) == (1000, b"x" * 10)
+
+
+def test_no_memory_is_taken_for_a_file_of_any_size(local: LocalStore, root: Path) -> None:
+    local.put("a", b"x")
+    os.truncate(root / "a", 2**40)
+    with pytest.raises(DocumentCorrupt, match="a has 1099511627776 bytes"):
+        local.get("a")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ whatever does not come, or does not go, passes through it.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import ssl
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from http.client import HTTPResponse
@@ -21,7 +24,15 @@ from repo_service.client import transport
 from repo_service.client.transport import LOST, USER_AGENT, Pace, TooSlow, Transport, receive_chunk, trusted
 from repo_service.connections import Pool, Unconnected, receive
 from repo_service.domain.canonical import canonical_json
-from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, DigestMismatch, NotFound, ServiceError, SizeMismatch
+from repo_service.domain.errors import (
+    ChunkCorrupt,
+    ChunkNotFound,
+    DigestMismatch,
+    NotFound,
+    ServiceError,
+    SizeMismatch,
+    Unavailable,
+)
 from repo_service.domain.frame import decode_chunk, longest_frame
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.views import ChunkUrls
@@ -40,9 +51,26 @@ PAUSE_S = 60.0
 
 _CONNECT_S = 2.0
 
+# The longest wait for URLs, and how long a thread waits for those that another asks for, from when that asked.
+_ASK_S = 10.0
+_TURN_S = 1.0
+
+# Requests in a row that may fail before S3 is left alone.
+_MOST_FAILURES = 4
+
+# The service's read of what was put at S3, and its write, each of which S3 may delay.
+_TAKE_S = 2 * transport.READ_S
+
 _log = logging.getLogger(__name__)
 
 _warned: set[tuple[str, str]] = set()
+
+_URL = re.compile(r"[!-~]+", re.ASCII)
+_HOST = re.compile(r"[a-z0-9._:-]{1,253}", re.ASCII)
+
+
+class _Unfit(Exception):
+    """A URL at which nothing should be asked. Its text holds nothing of the URL, which is a secret."""
 
 
 class Reach:
@@ -57,9 +85,15 @@ class Reach:
     def __init__(self, service: Transport) -> None:
         self.service = service
         self.off: set[type[_Direct]] = set()
-        self._lock = threading.Lock()
         self._pools: dict[tuple[str, str], Pool] = {}
         self._paused_until = 0.0
+        self._failures = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Make new locks, for a child of a fork: those that it inherits may be held by threads that it has not."""
+        self._lock = threading.Lock()
+        _OPEN.add(self)
 
     @property
     def is_paused(self) -> bool:
@@ -69,33 +103,32 @@ class Reach:
         self, method: str, url: str, use: Callable[[HTTPResponse], object], body: memoryview | None = None
     ) -> int:
         """Send a request to S3 and ``use`` its answer, if that is 200; returns the status, 0 if there was no good answer."""
-        parts = urlsplit(url)
+        host, status = "S3", 0
         try:
-            pool = self._pool(parts)
-        except ValueError as error:
-            self.pause(url, str(error))
-            return 0
-        target, headers = f"{parts.path}?{parts.query}", {"User-Agent": USER_AGENT}
-        pace = Pace(transport.READ_S)
-        try:
-            with pool.ask(method, target, headers, pace, body=body, connect_s=_CONNECT_S) as answer:
-                if answer.status == 200:
-                    use(answer)
-                else:
-                    answer.read(_MAX_S3_ANSWER_BYTES)
-                return answer.status
+            parts = _parsed(url, self.service.url)
+            host = parts.hostname or host
+            status = self._ask(parts, method, use, body)
+        except _Unfit as error:
+            self.pause(host, str(error))
+        except ValueError:
+            # A name that no resolver takes. What the error says may hold the URL.
+            self.pause(host, "its URL is malformed")
         except ChunkCorrupt:
-            return 0
+            pass
         except LOST as error:
             # A connection that breaks is no sign that the next one will.
             if isinstance(error, (Unconnected, ssl.SSLCertVerificationError, TooSlow, TimeoutError)):
-                self.pause(url, str(error))
-            return 0
+                self.pause(host, str(error))
+        self._failures = 0 if status == 200 else self._failures + 1
+        if self._failures >= _MOST_FAILURES:
+            self._failures = 0
+            answer = f"the last with status {status}" if status else "the last with no good answer"
+            self.pause(host, f"{_MOST_FAILURES} requests in a row failed, {answer}")
+        return status
 
-    def pause(self, url: str, reason: str) -> None:
+    def pause(self, host: str, reason: str) -> None:
         """Let the service pass everything on for a while; whoever runs this process is told once."""
         self._paused_until = time.monotonic() + PAUSE_S
-        host = urlsplit(url).hostname or "a URL without a host"
         if (self.service.url, host) not in _warned:
             _warned.add((self.service.url, host))
             _log.warning(
@@ -111,24 +144,45 @@ class Reach:
         for pool in pools.values():
             pool.close()
 
-    def _pool(self, parts: SplitResult) -> Pool:
-        """Connections to the server of a URL.
+    def _ask(
+        self, parts: SplitResult, method: str, use: Callable[[HTTPResponse], object], body: memoryview | None
+    ) -> int:
+        target, headers = f"{parts.path or '/'}?{parts.query}", {"User-Agent": USER_AGENT}
+        pace = Pace(transport.READ_S)
+        with self._pool(parts).ask(method, target, headers, pace, body=body, connect_s=_CONNECT_S) as answer:
+            if answer.status != 200:
+                answer.read(_MAX_S3_ANSWER_BYTES)
+                return answer.status
+            use(answer)
+            return answer.status
 
-        Raises
-        ------
-        ValueError
-            If nothing should be asked there.
-        """
-        if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
-            raise ValueError("its URL is none of HTTP")
-        if parts.scheme == "http" and self.service.url.startswith("https:"):
-            raise ValueError("its URL is not HTTPS, though the service's is")
+    def _pool(self, parts: SplitResult) -> Pool:
+        """Connections to the server of a URL."""
         place = parts.scheme, parts.netloc
         with self._lock:
             if place not in self._pools:
                 context = trusted() if parts.scheme == "https" else None
-                self._pools[place] = Pool(parts.hostname, parts.port, context)
+                self._pools[place] = Pool(parts.hostname or "", parts.port, context)
             return self._pools[place]
+
+
+def _parsed(url: str, service: str) -> SplitResult:
+    """The parts of a URL that ``service`` gave.
+
+    Raises
+    ------
+    _Unfit
+    """
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in {"http", "https"} and _HOST.fullmatch(parts.hostname or "") and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole or "@" in parts.netloc or not _URL.fullmatch(url):
+        raise _Unfit("its URL is none of HTTP")
+    if parts.scheme == "http" and service.startswith("https:"):
+        raise _Unfit("its URL is not HTTPS, though the service's is")
+    return parts
 
 
 class _Direct(ABC):
@@ -139,9 +193,15 @@ class _Direct(ABC):
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
-        self._lock = threading.Lock()
         self._urls: dict[str, tuple[str, float]] = {}
         self._is_framed = False
+        self.renew()
+
+    def renew(self) -> None:
+        """Make new locks, as `Reach.renew` does."""
+        self._changed = threading.Condition()
+        self._asked_at: float | None = None
+        _OPEN.add(self)
 
     @abstractmethod
     def _ask(self, name: str) -> tuple[bytes, str]:
@@ -159,45 +219,91 @@ class _Direct(ABC):
             if status != 403:
                 return status == 200
             if is_new:
-                self._reach.pause(url, "it answers 403 to a new URL")
+                self._reach.pause(urlsplit(url).hostname or "S3", "it answers 403 to a new URL")
             # Its time is over; so is that of those that came with it.
-            with self._lock:
+            with self._changed:
                 self._urls.clear()
         return False
 
     def _url(self, name: str) -> str | None:
-        if self._is_off():
+        with self._changed:
+            while True:
+                if self._is_off():
+                    return None
+                url, good_until = self._urls.pop(name, ("", 0.0))
+                if time.monotonic() < good_until:
+                    return url
+                if self._asked_at is None:
+                    break
+                # Another thread asks, most likely for the very page that is needed here; the service need not wait long for it.
+                rest_s = self._asked_at + _TURN_S - time.monotonic()
+                if rest_s <= 0 or not self._changed.wait(rest_s):
+                    return None
+            self._asked_at = asked_at = time.monotonic()
+        page = None
+        try:
+            page = self._page(name)
+        finally:
+            with self._changed:
+                self._asked_at = None
+                self._changed.notify_all()
+                if page is not None:
+                    self._keep(*page, asked_at)
+                found = self._urls.pop(name, None)
+        return None if found is None else found[0]
+
+    def _keep(self, answer: ChunkUrls, prefix: str, asked_at: float) -> None:
+        self._is_framed = answer.framed
+        if len(self._urls) > _KEPT:
+            self._urls.clear()
+        good_until = asked_at + answer.seconds * _TRUSTED_SHARE
+        self._urls |= {f"{prefix}{digest}": (url, good_until) for digest, url in answer.urls.items()}
+
+    def _page(self, name: str) -> tuple[ChunkUrls, str] | None:
+        """URLs for the chunk called ``name`` and some more, and what to put before their digests; None if there are none now.
+
+        Raises
+        ------
+        KvgraftError
+            What the service says of the chunk or the push.
+        """
+        try:
+            data, prefix = self._ask(name)
+            answer = ChunkUrls.model_validate_json(data)
+        except NotFound as error:
+            # An older service has no such route.
+            if type(error) is not NotFound:
+                raise
+            self._reach.off.add(type(self))
             return None
-        # Who waits here needs most likely the very page that another thread asks for.
-        with self._lock:
-            if self._is_off():
-                return None
-            url, good_until = self._urls.pop(name, ("", 0.0))
-            if time.monotonic() < good_until:
-                return url
-            asked_at = time.monotonic()
-            answer, prefix = ChunkUrls(seconds=0, urls={}), ""
-            try:
-                data, prefix = self._ask(name)
-                answer = ChunkUrls.model_validate_json(data)
-            except NotFound as error:
-                # An older service has no such route.
-                if type(error) is not NotFound:
-                    raise
-            except (ServiceError, ValidationError):
-                pass
-            self._is_framed = answer.framed
-            if len(self._urls) > _KEPT:
-                self._urls.clear()
-            good_until = asked_at + answer.seconds * _TRUSTED_SHARE
-            self._urls |= {f"{prefix}{digest}": (url, good_until) for digest, url in answer.urls.items()}
-            if name not in self._urls:
-                self._reach.off.add(type(self))
-                return None
-            return self._urls.pop(name)[0]
+        except (ServiceError, Unavailable):
+            self._reach.pause("S3", "the service can't say at which URLs")
+            return None
+        except ValidationError:
+            self._reach.pause("S3", "the service answers nonsense when it is asked for URLs")
+            return None
+        if not answer.urls:
+            self._reach.off.add(type(self))
+            return None
+        if name.removeprefix(prefix) not in answer.urls:
+            self._reach.pause("S3", "the service says where other chunks are than the one that it is asked for")
+            return None
+        return answer, prefix
 
     def _is_off(self) -> bool:
         return type(self) in self._reach.off or self._reach.is_paused
+
+
+_OPEN: weakref.WeakSet[Reach | _Direct] = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    for opened in list(_OPEN):
+        opened.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_all)
 
 
 class DirectReads(_Direct):
@@ -223,7 +329,7 @@ class DirectReads(_Direct):
         return self._transfer(path, "GET", use)
 
     def _ask(self, name: str) -> tuple[bytes, str]:
-        data = self._reach.service.call("GET", f"{name}/urls", limit=_MAX_ANSWER_BYTES)
+        data = self._reach.service.call("GET", f"{name}/urls", limit=_MAX_ANSWER_BYTES, again=False, read_s=_ASK_S)
         return data, f"{name.rpartition('/')[0]}/"
 
 
@@ -258,7 +364,7 @@ class DirectWrites(_Direct):
 
     def expect(self, digests: Sequence[str]) -> None:
         """Say what will be sent, in this order, so that URLs are asked for many at once."""
-        with self._lock:
+        with self._changed:
             self._expected.update(dict.fromkeys(digests))
 
     def send(self, digest: str, octets: memoryview) -> bool:
@@ -272,16 +378,18 @@ class DirectWrites(_Direct):
         if not self._transfer(digest, "PUT", lambda answer: answer.read(_MAX_S3_ANSWER_BYTES), octets):
             return False
         try:
-            self._reach.service.call("POST", f"{self._path}/uploads/{digest}", limit=0)
+            self._reach.service.call("POST", f"{self._path}/uploads/{digest}", limit=0, read_s=_TAKE_S)
         except (ChunkNotFound, SizeMismatch, DigestMismatch):
             # Nothing was stored. If it is the caller's fault the service says so again.
             return False
         return True
 
     def _ask(self, name: str) -> tuple[bytes, str]:
-        self._expected.pop(name, None)
-        more = list(self._expected)[: _PAGE - 1]
-        for digest in more:
-            del self._expected[digest]
+        with self._changed:
+            self._expected.pop(name, None)
+            more = list(self._expected)[: _PAGE - 1]
+            for digest in more:
+                del self._expected[digest]
         body = canonical_json({"digests": [name, *more]})
-        return self._reach.service.call("POST", f"{self._path}/uploads", body, limit=_MAX_ANSWER_BYTES), ""
+        path = f"{self._path}/uploads"
+        return self._reach.service.call("POST", path, body, limit=_MAX_ANSWER_BYTES, again=False, read_s=_ASK_S), ""

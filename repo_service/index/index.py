@@ -199,10 +199,10 @@ class Index(Upkeep):
         with self._database.read() as connection:
             return pushes.unarrived(connection, push_id, digests)
 
-    def end_push(self, push_id: str, namespace: str | None = None) -> None:
-        """Forget a push, committed or given up; harmless if there is none, or none in ``namespace``."""
+    def end_push(self, push_id: str, namespace: str | None = None) -> bool:
+        """Forget a push, committed or given up; False if there is none, or none in ``namespace``."""
         with self._database.write() as connection:
-            pushes.end(connection, push_id, namespace)
+            return pushes.end(connection, push_id, namespace)
 
     def expire_pushes(self, now: datetime) -> int:
         """Forget the pushes whose lease has run out; returns their number."""

@@ -168,10 +168,10 @@ def unarrived(connection: Connection, name: str, digests: Sequence[str]) -> list
     return [text for text, digest in zip(digests, raw, strict=True) if digest not in present]
 
 
-def end(connection: Connection, name: str, namespace: str | None = None) -> None:
+def end(connection: Connection, name: str, namespace: str | None = None) -> bool:
     row = connection.execute(_PUSH, {"push": name, "of": namespace}).first()
     if row is None:
-        return
+        return False
     chunks.release_pushed(connection, row.id)
     connection.execute(
         insert_new(LooseRecord).from_select(
@@ -183,6 +183,7 @@ def end(connection: Connection, name: str, namespace: str | None = None) -> None
         )
     )
     connection.execute(delete(PushRecord).where(PushRecord.id == row.id))
+    return True
 
 
 def expire(connection: Connection, now: datetime) -> int:

@@ -27,7 +27,6 @@ from repo_service.services.documents import (
     ENTRIES,
     QUARANTINE,
     TAGS,
-    UPLOADS,
     block_record_key,
     chunk_key,
     manifest_key,
@@ -35,6 +34,7 @@ from repo_service.services.documents import (
 from repo_service.services.read import read_entry
 from repo_service.services.retention import apply_policies
 from repo_service.services.settle import key_of, noted_at, settle
+from repo_service.services.uploads import given_up
 from repo_service.storage import Store
 
 GRACE_S = 3600.0
@@ -111,7 +111,7 @@ def collect_garbage(
         if not unreadable and not (dry_run and adopted):
             _sweep(store, index, grace_s, removed)
         _empty_quarantine(store, removed)
-        _empty_uploads(store, grace_s, removed)
+    _empty_uploads(store, index, grace_s, removed)
     for name in store.remove_leftovers(dry_run=dry_run):
         removed.note("temp file", name, "its writer is gone")
     return GarbageReport(
@@ -260,14 +260,12 @@ def _empty_quarantine(store: Store, removed: _Tally) -> None:
             removed.note("quarantined copy", key, "kept for 30 days")
 
 
-def _empty_uploads(store: Store, grace_s: float, removed: _Tally) -> None:
+def _empty_uploads(store: Store, index: Index, grace_s: float, removed: _Tally) -> None:
     """Remove what was put and never taken; whoever comes to take it late is told to send it again."""
-    for key in store.list(UPLOADS):
-        age = store.age_s(key)
-        if age is not None and age >= grace_s:
-            if not removed.dry_run:
-                store.delete(key, durable=False)
-            removed.note("temp file", key, "its upload was given up")
+    for key in given_up(store, index, grace_s):
+        if not removed.dry_run:
+            store.delete(key, durable=False)
+        removed.note("temp file", key, "its upload was given up")
 
 
 def _objects(keys: Iterable[str]) -> Objects:

@@ -9,11 +9,14 @@ from pathlib import Path
 from repo_service.domain.canonical import canonical_json, parse_loose_json
 from repo_service.domain.errors import KvgraftError, NewerFormat, NotARepository
 from repo_service.domain.frame import CODECS, NONE
-from repo_service.services.documents import MARKER
+from repo_service.services.documents import MARKER, UPLOADS
 from repo_service.storage import S3Store, Store
 from repo_service.version import FORMAT_VERSION
 
 _FORMAT = "kvgraft.repository"
+
+# Where a new repository tries out what its server can do.
+_PROBES = f"{UPLOADS}/kvgraft-probe"
 
 _RAW = 1
 _FRAMED = 2
@@ -88,14 +91,21 @@ def prepare_bucket(store: S3Store, url: str, codec: str, *, create: bool) -> Non
         return
     if not create:
         raise NotARepository(f"there is no repository at {url}", path=url)
-    if not store.is_empty() and not store.exists(MARKER):
+    if not store.is_empty(but=_PROBES) and not store.exists(MARKER):
         raise NotARepository(f"{url} is not a repository and not empty: give a prefix that nothing uses", path=url)
-    open_marker(store, url, codec)
-    if store.put_if_absent(MARKER, store.get(MARKER) or b""):
+    # Before the marker, by which anyone may open what lies there. What a crash leaves goes with forgotten uploads.
+    probe = f"{_PROBES}/{uuid.uuid4().hex}"
+    store.put(probe, b"first")
+    try:
+        creates_again = store.put_if_absent(probe, b"second")
+    finally:
+        store.delete(probe)
+    if creates_again:
         raise NotARepository(
             f"the S3 server of {url} ignores If-None-Match: a repository needs one that creates an object only once",
             path=url,
         )
+    open_marker(store, url, codec)
 
 
 def open_marker(store: Store, where: str, codec: str) -> Marker:

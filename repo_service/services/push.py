@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,11 @@ from repo_service.domain.errors import (
     ChunksMissing,
     Corrupt,
     DigestMismatch,
+    KvgraftError,
     MalformedDocument,
     QuotaExceeded,
     SizeMismatch,
+    Unavailable,
 )
 from repo_service.domain.errors import Divergence as DivergenceError
 from repo_service.domain.fingerprint import Fingerprint
@@ -51,11 +54,15 @@ from repo_service.services.reserve import Reserve
 from repo_service.services.retention import read_policy
 from repo_service.services.settle import settle
 from repo_service.services.undo import follow_rows
+from repo_service.services.uploads import remove_uploads
 from repo_service.storage import Store
 
 LEASE = timedelta(hours=1)
 
 _RECORD_WRITERS = 8
+
+# Longest read of an upload that is still written: whoever waits for it gives up before a second operation's time is over.
+_READ_BACK_S = 20.0
 
 
 def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: str) -> str:
@@ -72,7 +79,9 @@ def begin_push(store: Store, index: Index, fingerprint: Fingerprint, namespace: 
     now = datetime.now(UTC)
     # What a crash left unsettled may need what an expired push holds.
     settle(store, index)
-    index.expire_pushes(now)
+    if index.expire_pushes(now):
+        with suppress(KvgraftError):
+            remove_uploads(store, index)
     index.begin_push(push_id, namespace, fingerprint, now + LEASE)
     return push_id
 
@@ -186,26 +195,30 @@ class LocalPush(Push):
         """
         spec = self._index.wanted(self.id, digest, self._namespace)
         sent = upload_key(self.id, digest)
-        # Out of the pusher's reach first: a URL may be used again at any time.
-        ours = f"{sent}-{uuid.uuid4().hex}"
-        if not self._store.copy(sent, ours):
+        began = time.monotonic()
+        hasher = ChunkHasher(spec.dtype, spec.shape)
+        # A URL may be used again at any time: what is hashed here is what is stored, and what lies there is not looked at again.
+        data = memory[: spec.size]
+        size = self._store.read_into(sent, data, hasher.update)
+        if size is None:
             if not self._index.unarrived(self.id, [digest]):
                 # It was taken before, and the answer lost.
                 return
             raise ChunkNotFound(f"nothing was uploaded as {digest}: send it to the service", digest=digest)
         try:
-            hasher = ChunkHasher(spec.dtype, spec.shape)
-            size = self._store.read_into(ours, memory[: spec.size], hasher.update)
-            _check_chunk(digest, spec, size or 0, hasher.digest())
-            if self._store.codec == NONE:
-                self._store.copy(ours, chunk_key(digest))
-            else:
-                self._write(digest, spec, memory[: spec.size])
+            _check_chunk(digest, spec, size, hasher.digest())
+            if time.monotonic() - began > _READ_BACK_S:
+                raise ChunkNotFound(
+                    f"what was uploaded as {digest} came too slowly from S3: send it to the service", digest=digest
+                )
+            self._write(digest, spec, data)
             self._index.arrived(self.id, digest)
             self._observer.stored(spec.size)
         finally:
-            for key in ours, sent:
-                self._store.delete(key, durable=False)
+            # A store that is as slow now is not waited for a third time: the end of the push removes it as well.
+            if time.monotonic() - began <= _READ_BACK_S:
+                with suppress(Unavailable):
+                    self._store.delete(sent, durable=False)
 
     def commit(self, manifest: Manifest) -> ArtifactInfo:
         self._ready()
@@ -259,12 +272,18 @@ class LocalPush(Push):
         except DivergenceError as error:
             refused = next(record for record in records if record.key == error.details["block_key"])
             self._diverged(push.namespace, refused, error.details["stored_record"])
-        self._reserve.spent_on(lambda: self._index.end_push(self.id))
+        self._end()
         self._observer.committed()
         return info
 
     def abort(self) -> None:
-        self._reserve.spent_on(lambda: self._index.end_push(self.id, self._namespace))
+        self._end()
+
+    def _end(self) -> None:
+        """Forget the push, and remove what was uploaded for it and not taken; what can't be now, garbage collection will."""
+        if self._reserve.spent_on(lambda: self._index.end_push(self.id, self._namespace)):
+            with suppress(KvgraftError):
+                remove_uploads(self._store, self._index, self.id)
 
     def _diverged(self, namespace: str, record: BlockRecord, stored_digest: str) -> NoReturn:
         """Record a divergence and refuse the push."""

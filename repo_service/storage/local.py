@@ -15,7 +15,7 @@ from pathlib import Path
 from typing_extensions import Buffer
 
 from repo_service.domain.errors import DocumentCorrupt, StorageFull, Unavailable
-from repo_service.storage.store import Store, check_key, is_key
+from repo_service.storage.store import MAX_OBJECT_BYTES, Store, check_key, check_size, is_key
 
 TEMP = "tmp"
 
@@ -46,13 +46,14 @@ class LocalStore(Store):
         with _translated(self._temp):
             _make_directory(self._temp)
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, limit: int = MAX_OBJECT_BYTES) -> bytes | None:
         path = self._path(key)
         with _translated(path), _read(path):
             fd = _open_file(path)
             if fd is None:
                 return None
             with open(fd, "rb", buffering=0) as file:
+                check_size(key, os.fstat(fd).st_size, limit)
                 return file.readall()
 
     def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from typing_extensions import Buffer
 
-from repo_service.storage.store import Store, check_key
+from repo_service.storage.store import MAX_OBJECT_BYTES, Store, check_key, check_size
 
 
 class MemoryStore(Store):
@@ -17,11 +17,14 @@ class MemoryStore(Store):
         self._written: dict[str, float] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: str) -> bytes | None:
-        return self._objects.get(check_key(key))
+    def get(self, key: str, limit: int = MAX_OBJECT_BYTES) -> bytes | None:
+        data = self._objects.get(check_key(key))
+        if data is not None:
+            check_size(key, len(data), limit)
+        return data
 
     def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
-        data = self.get(key)
+        data = self._objects.get(check_key(key))
         if data is None:
             return None
         piece = out[: len(data)]

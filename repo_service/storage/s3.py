@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -15,7 +15,8 @@ from typing_extensions import Buffer
 from repo_service.domain.errors import MalformedUrl
 from repo_service.storage.s3_answers import Missing, Refused, Transient
 from repo_service.storage.s3_client import SECONDS, Bucket
-from repo_service.storage.store import MAX_KEY_CHARACTERS, Store, check_key, is_key
+from repo_service.storage.s3_probe import is_strict
+from repo_service.storage.store import MAX_KEY_CHARACTERS, MAX_OBJECT_BYTES, Store, check_key, check_size, is_key
 
 # Keys in one answer to a listing, at most.
 _PAGE = 1000
@@ -47,13 +48,14 @@ class S3Store(Store):
     def __init__(self, bucket: str, prefix: str = "", *, seconds: float = SECONDS) -> None:
         self._bucket = Bucket(bucket, seconds)
         self._root = f"{prefix}/" if prefix else ""
+        self._is_strict: bool | None = None
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, limit: int = MAX_OBJECT_BYTES) -> bytes | None:
         held = bytearray()
 
         def room(size: int) -> memoryview:
             nonlocal held
-            held = bytearray(size)
+            held = bytearray(check_size(key, size, limit))
             return memoryview(held)
 
         size = self._bucket.reader.read(self._path(key), room)
@@ -65,23 +67,20 @@ class S3Store(Store):
     def url_of(self, key: str, seconds: int) -> str:
         return self._bucket.reader.url_of(self._path(key), seconds)
 
-    def upload_url_of(self, key: str, size: int, seconds: int) -> str:
-        return self._bucket.reader.url_of(self._path(key), seconds, "put_object", ContentLength=size)
+    def upload_url_of(self, key: str, size: int, seconds: int) -> str | None:
+        reader = self._bucket.reader
+        if not reader.is_plain:
+            return None
+        if self._is_strict is None:
 
-    def copy(self, source: str, target: str) -> bool:
-        path = self._path(target)
-        place = {"Bucket": self._bucket.name, "Key": self._path(source)}
-        # Without a mark of its own the copy would have its source's.
-        arguments = {"CopySource": place, "MetadataDirective": "REPLACE", "Metadata": {_MARK: _new_mark()}}
+            def put(key: str, body: bytes, headers: Mapping[str, str]) -> int:
+                url = reader.url_of(self._path(key), 60, "put_object", ContentLength=len(body))
+                return reader.put_at(url, body, headers)
 
-        async def copy() -> bool:
-            try:
-                await self._bucket.call("copy_object", Key=path, **arguments)
-            except Missing:
-                return False
-            return True
-
-        return self._bucket.run(self._bucket.until_done(f"copy to {self._named(path)}", copy))
+            self._is_strict = is_strict(self, key, lambda key: f"{self._bucket.name}/{self._path(key)}", put)
+        if not self._is_strict:
+            return None
+        return reader.url_of(self._path(key), seconds, "put_object", ContentLength=size)
 
     def put(self, key: str, data: Buffer) -> None:
         path, body, mark = self._path(key), _as_bytes(data), _new_mark()
@@ -100,7 +99,9 @@ class S3Store(Store):
 
         async def delete() -> None:
             with suppress(Missing):
-                await self._bucket.call("delete_object", Key=path)
+                answer = (await self._bucket.call("delete_object", Key=path))["ResponseMetadata"]
+                if answer["HTTPStatusCode"] != 204 and "x-amz-request-id" not in answer["HTTPHeaders"]:
+                    raise Transient("the answer to a DELETE is not S3's")
 
         self._bucket.run(self._bucket.until_done(f"delete {self._named(path)}", delete))
 
@@ -112,13 +113,14 @@ class S3Store(Store):
         path = self._path(key)
 
         async def age() -> float | None:
-            try:
-                answer = await self._bucket.call("head_object", Key=path)
-            except Missing:
+            answer = await self._begun(path)
+            if answer is None:
                 return None
-            now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-            written: datetime = answer["LastModified"]
-            return max(0.0, (now - written).total_seconds())
+            now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+            written: datetime | None = answer.get("LastModified")
+            if now is None or written is None:
+                raise Transient("the answer lacks its date or the object's")
+            return max(0.0, (parsedate_to_datetime(now) - written).total_seconds())
 
         return self._bucket.run(self._bucket.until_done(f"look at {self._named(path)}", age))
 
@@ -129,9 +131,11 @@ class S3Store(Store):
     def list(self, prefix: str) -> Iterator[str]:
         return self._below(f"{self._path(prefix)}/")
 
-    def is_empty(self) -> bool:
-        """True if nothing at all, be it an object of this store or not, lies under the prefix."""
-        return not self._page(self._root, MaxKeys=1).get("Contents")
+    def is_empty(self, *, but: str = "") -> bool:
+        """True if nothing at all, be it an object of this store or not, lies under the prefix, or only what is below ``but``."""
+        passed_over = f"{self._path(but)}/" if but else None
+        keys, _ = self._page(self._root, MaxKeys=_PAGE)
+        return all(passed_over is not None and key.startswith(passed_over) for key in keys)
 
     def close(self) -> None:
         self._bucket.close()
@@ -145,25 +149,33 @@ class S3Store(Store):
     def _below(self, path: str) -> Iterator[str]:
         more: dict[str, Any] = {}
         while True:
-            page = self._page(path, MaxKeys=_PAGE, **more)
-            keys = (item["Key"].removeprefix(self._root) for item in page.get("Contents", ()))
-            yield from filter(is_key, keys)
-            if not page["IsTruncated"]:
+            keys, token = self._page(path, MaxKeys=_PAGE, **more)
+            yield from filter(is_key, (key.removeprefix(self._root) for key in keys))
+            if token is None:
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            more = {"ContinuationToken": token}
 
-    def _page(self, path: str, **arguments: Any) -> dict[str, Any]:
-        def call() -> Coroutine[Any, Any, Any]:
-            return self._bucket.call("list_objects_v2", Prefix=path, **arguments)
+    def _page(self, path: str, **arguments: Any) -> tuple[Sequence[str], str | None]:
+        """Keys of objects below ``path``, and the token that asks for more, if there are more."""
 
-        page: dict[str, Any] = self._bucket.run(self._bucket.until_done(f"list {self._named(path)}", call))
-        return page
+        async def page() -> tuple[Sequence[str], str | None]:
+            answer = await self._bucket.call("list_objects_v2", Prefix=path, **arguments)
+            keys = [item.get("Key", "") for item in answer.get("Contents", ())]
+            token = answer.get("NextContinuationToken")
+            more = answer.get("IsTruncated")
+            # Whatever XML came is taken for a listing, and what it lacks is left out.
+            goes_on = not more or (token and token != arguments.get("ContinuationToken"))
+            if more is None or not goes_on or not all(key.startswith(path) for key in keys):
+                raise Transient("the answer is no listing of what was asked for")
+            return keys, token if more else None
+
+        return self._bucket.run(self._bucket.until_done(f"list {self._named(path)}", page))
 
     # Coroutines, all of which run in fsspec's loop.
 
     async def _put(self, path: str, body: bytes, mark: str, **condition: str) -> None:
         """One PUT. The object bears the mark of the operation that wrote it."""
-        await self._bucket.call("put_object", Key=path, Body=body, Metadata={_MARK: mark}, **condition)
+        _check_etag(await self._bucket.call("put_object", Key=path, Body=body, Metadata={_MARK: mark}, **condition))
 
     async def _create(self, path: str, body: bytes) -> bool:
         mark = _new_mark()
@@ -177,7 +189,7 @@ class S3Store(Store):
                     raise
             # It may have been this PUT all the same, at a try whose answer was lost, or sent twice by
             # aiohttp, which does so, unasked, when a connection breaks.
-            found = await self._marked(path)
+            found = await self._marked(path, len(body))
             if found is None:
                 raise Transient("it was removed while it was written")
             data, found_mark = found
@@ -187,27 +199,36 @@ class S3Store(Store):
         return await self._bucket.until_done(f"create {self._named(path)}", attempt)
 
     async def _is_there(self, path: str) -> bool:
-        # HEAD would not tell a missing object from a missing bucket.
-        try:
-            answer = await self._bucket.call("get_object", Key=path, Range="bytes=0-0")
-        except Missing:
-            return False
-        except Refused as refused:
-            if refused.status == 416:
-                return True
-            raise
-        async with answer["Body"] as body:
-            await body.read()
-        return True
+        return await self._begun(path) is not None
 
-    async def _marked(self, path: str) -> tuple[bytes, str | None] | None:
-        """An object's bytes, and the mark of whoever wrote them."""
+    async def _begun(self, path: str) -> dict[str, Any] | None:
+        """What comes before an object's bytes, or None if there is none.
+
+        The answer to a HEAD has no body that would tell a missing object from anything else that is missing.
+        """
+        try:
+            answer: dict[str, Any] = await self._bucket.call("get_object", Key=path, Range="bytes=0-0")
+        except Missing:
+            return None
+        except Refused as refused:
+            if refused.status != 416:
+                raise
+            # It has no byte.
+            answer = await self._bucket.call("get_object", Key=path)
+        async with answer["Body"] as body:
+            _check_etag(answer)
+            await body.read(1)
+        return answer
+
+    async def _marked(self, path: str, size: int) -> tuple[bytes | None, str | None] | None:
+        """An object's bytes, or none of them if they are not ``size``, and the mark of whoever wrote them."""
         try:
             answer = await self._bucket.call("get_object", Key=path)
         except Missing:
             return None
         async with answer["Body"] as body:
-            data: bytes = await body.read()
+            _check_etag(answer)
+            data = await body.read() if answer.get("ContentLength") == size else None
         return data, answer["Metadata"].get(_MARK)
 
 
@@ -231,6 +252,12 @@ def parse_s3_url(url: str) -> tuple[str, str]:
             f"{url[:200]!r}: a prefix is parts of letters, digits, '.', '_' and '-', joined by '/'", url=url[:200]
         )
     return bucket, prefix
+
+
+def _check_etag(answer: Mapping[str, Any]) -> None:
+    """Refuse an answer that says nothing of an object, though it says that all is well."""
+    if not answer.get("ETag"):
+        raise Transient("the answer lacks the object's ETag")
 
 
 def _as_bytes(data: Buffer) -> bytes:

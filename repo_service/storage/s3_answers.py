@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import ssl
+from collections.abc import Mapping
 from http.client import HTTPException
 
 import aiohttp
@@ -22,6 +23,14 @@ from repo_service.domain.errors import KvgraftError, StorageFull, Unavailable
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
 _PASSING_CODES = {"RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "SlowDown"}
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "ServiceQuotaExceeded"}
+_EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
+_ELSEWHERE_CODES = {
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "PermanentRedirect",
+    "Redirect",
+    "TemporaryRedirect",
+}
 _SETUP = (NoCredentialsError, PartialCredentialsError, ProfileNotFound, SSLError, ssl.SSLCertVerificationError)
 
 
@@ -33,7 +42,7 @@ class Transient(Exception):
     """Something that may be otherwise at the next try."""
 
 
-class Missing(Exception):
+class Missing(Transient):
     """No such object; the bucket is there."""
 
 
@@ -55,12 +64,36 @@ class Refused(Exception):
 
     @property
     def is_missing(self) -> bool:
-        """True if the object is not there, though the bucket is."""
-        return self.status == 404 and self.code in {"NoSuchKey", "404"}
+        """True if S3 says that the object is not there, though the bucket is."""
+        return self.status == 404 and self.code == "NoSuchKey"
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if botocore would send the request elsewhere, or sign it for another region."""
+        return self.code in _ELSEWHERE_CODES
+
+    @property
+    def is_expired(self) -> bool:
+        """True if it is the credentials' time that is over."""
+        return self.code in _EXPIRED_CODES
 
     @property
     def may_pass(self) -> bool:
+        if self.status == 404:
+            # Any other 404 may be that of something before S3 which has lost it for a while.
+            return self.code not in {"NoSuchKey", "NoSuchBucket"}
         return (self.status in _PASSING or self.code in _PASSING_CODES) and self.code not in _FULL_CODES
+
+
+def check_media_type(headers: Mapping[str, str]) -> None:
+    """Refuse a page, which something before S3 gives in its place.
+
+    Raises
+    ------
+    Transient
+    """
+    if headers.get("content-type", "").lower().startswith("text/html"):
+        raise Transient("the answer is a page of HTML, which is not what S3 gives")
 
 
 def refusal(error: ClientError) -> Refused:
@@ -95,6 +128,8 @@ def advice(refused: Refused, what: str, bucket: str) -> KvgraftError:
         return StorageFull(f"{said}. Free some space or raise the quota of the bucket {bucket}", bucket=bucket)
     if refused.code == "NoSuchBucket":
         hint = f"Make the bucket {bucket} first, or mend the URL or AWS_ENDPOINT_URL"
+    elif refused.is_expired:
+        hint = "Renew the credentials: fresh ones were looked for, and they have expired too"
     elif refused.status in {401, 403}:
         hint = (
             f"Check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and the clock, and that they may get, put, delete and list "
@@ -126,6 +161,7 @@ class Tries:
         self._what, self._bucket, self._seconds = what, bucket, seconds
         self._longest = _FIRST_PAUSE
         self._last = "S3 did not answer"
+        self._has_expired = False
 
     def after(self, error: Exception) -> float:
         """Seconds until the next try after one that ended with ``error``.
@@ -136,8 +172,9 @@ class Tries:
             If another try would not help. What is no failure of S3 is raised as it is.
         """
         if isinstance(error, Refused):
-            if not error.may_pass:
+            if not error.may_pass and (self._has_expired or not error.is_expired):
                 raise advice(error, self._what, self._bucket) from error
+            self._has_expired = self._has_expired or error.is_expired
             self._last = str(error)
         else:
             self._last = transient(error, self._what)

@@ -14,8 +14,9 @@ from botocore.exceptions import ClientError
 from fsspec.asyn import get_loop
 from s3fs import S3FileSystem
 
-from repo_service.storage.s3_answers import Missing, Tries, refusal
-from repo_service.storage.s3_reads import CONNECT_SECONDS, CONNECTIONS, MODELS, Reader
+from repo_service.storage.s3_answers import Missing, Transient, Tries, check_media_type, refusal
+from repo_service.storage.s3_reads import MODELS, Reader
+from repo_service.storage.s3_ways import CONNECT_SECONDS, CONNECTIONS
 
 SECONDS = 60.0
 
@@ -47,7 +48,7 @@ class Bucket:
 
     def __init__(self, name: str, seconds: float = SECONDS) -> None:
         self.name = name
-        self.reader = Reader(name, seconds)
+        self.reader = Reader(name, seconds, self.call, self.run)
         self._seconds = seconds
         self._files: S3FileSystem | None = None
         self._unclosed: weakref.finalize[..., Any] | None = None
@@ -83,16 +84,24 @@ class Bucket:
         Raises
         ------
         Missing, Refused
-            For an answer that says no; others if there was none.
+            For an answer that says no; others if there was none, or none of S3.
         """
+        files = self._connection()
         try:
-            return await self._connection()._call_s3(method, Bucket=self.name, **arguments)
+            answer = await files._call_s3(method, Bucket=self.name, **arguments)
+        except RuntimeError as error:
+            # Of credentials that were renewed and have expired, or of connections that another thread has closed.
+            raise Transient(str(error)) from error
         except Exception as error:
             cause = error if isinstance(error, ClientError) else error.__cause__
             if not isinstance(cause, ClientError):
                 raise
             refused = refusal(cause)
+            if refused.is_expired:
+                self._leave(files)
             raise Missing(refused) if refused.is_missing else refused from cause
+        check_media_type(answer["ResponseMetadata"]["HTTPHeaders"])
+        return answer
 
     def close(self) -> None:
         """Close the connections; a later call opens new ones."""
@@ -110,6 +119,15 @@ class Bucket:
             self._unclosed.detach()
         _INHERITED.append(self._files)
         self._files = None
+
+    def _leave(self, files: S3FileSystem) -> None:
+        """Let the next call find other credentials; what is under way with these may end."""
+        if self._files is files:
+            self._files = None
+            if self._unclosed is not None:
+                self._unclosed.detach()
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._seconds, _close_soon, loop, files)
 
     def _connection(self) -> S3FileSystem:
         """s3fs as this process uses it; called in the loop's thread only."""

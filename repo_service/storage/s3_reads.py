@@ -2,89 +2,53 @@
 
 from __future__ import annotations
 
-import os
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from ssl import create_default_context
-from typing import Any, Protocol
-from urllib.parse import parse_qs, urlsplit
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
 
 from botocore.config import Config
-from botocore.exceptions import ClientError
-from botocore.httpsession import get_cert_path
 from botocore.loaders import Loader
-from botocore.parsers import create_parser
 from botocore.session import Session
-from botocore.utils import get_environ_proxies
 
-from repo_service.connections import Answer, Pool, receive
+from repo_service.connections import Answer, in_thread, receive
 from repo_service.domain.errors import Unavailable
-from repo_service.storage.s3_answers import Missing, Refused, Transient, Tries, refusal, transient
-from repo_service.storage.s3_signing import Signer
+from repo_service.storage.s3_answers import Missing, Refused, Transient, Tries, check_media_type, transient
+from repo_service.storage.s3_ways import (
+    CONNECT_SECONDS,
+    CONNECTIONS,
+    MAX_ERROR_BYTES,
+    SILENCE_SHARE,
+    ByBotocore,
+    Call,
+    Deadline,
+    Headers,
+    Overdue,
+    Run,
+    Signed,
+    Way,
+    signed_way,
+)
 
-CONNECTIONS = 64
-CONNECT_SECONDS = 5.0
+# Encodings that leave an object as it is; some servers keep the second, which is that of a PUT.
+_UNCHANGED = {"", "identity", "aws-chunked"}
 
-# Of an operation's time: the longest silence.
-_SILENCE_SHARE = 1 / 6
+# Of a length that can be true.
+_MAX_DIGITS = 18
 
-_MAX_ERROR_BYTES = 64 * 1024
-
-# Answers to a request that botocore would send elsewhere, or sign for another region.
-_ELSEWHERE = {301, 307, 400}
+# How long botocore is asked, after an answer that the bucket is elsewhere.
+_ELSEWHERE_SECONDS = 300.0
 
 # What botocore knows about S3, read once in a process.
 MODELS = Loader()
 
-_ERRORS = create_parser("rest-xml")
-
 # Sessions and clients of the process that this one was forked from: kept, since threads that are not here may hold their locks.
 _INHERITED: list[Any] = []
-
-
-class _Overdue(Exception):
-    """The time of an operation is over."""
-
-
-class _Deadline:
-    """The time of one operation, in which no silence may be longer than a share of it."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-        self._silence_s = seconds * _SILENCE_SHARE
-
-    def rest_s(self) -> float:
-        rest = self._end - time.monotonic()
-        if rest <= 0:
-            raise _Overdue
-        return rest
-
-    def wait_s(self) -> float:
-        return min(self._silence_s, self.rest_s())
-
-    def late(self) -> Exception:
-        return TimeoutError("nothing came for too long")
-
-    def moved(self, count: int) -> None:
-        pass
-
-    def sent(self) -> None:
-        pass
-
-
-class _Way(Protocol):
-    """How an object is asked for."""
-
-    def open(
-        self, key: str, conditions: Mapping[str, str], deadline: _Deadline
-    ) -> AbstractContextManager[tuple[Mapping[str, Any], Answer]]:
-        """The answer's headers and what gives its body."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Reader:
@@ -99,12 +63,17 @@ class Reader:
         The bucket's name.
     seconds
         Deadline of each read, within which what may pass is tried again, from where it broke off.
+    call, run
+        `Bucket.call` and `Bucket.run`, for what botocore sends.
     """
 
-    def __init__(self, bucket: str, seconds: float) -> None:
+    def __init__(self, bucket: str, seconds: float, call: Call, run: Run) -> None:
         self._bucket = bucket
         self._seconds = seconds
-        self._way: _Way | None = None
+        self._by_botocore = ByBotocore(call, run)
+        self._way: Way | None = None
+        self._way_until = math.inf
+        self._finding: Future[Way] | None = None
         self._known: tuple[Session, Any] | None = None
         self._renew()
 
@@ -125,18 +94,18 @@ class Reader:
         """
         named = f"s3://{self._bucket}/{key}"
         reading = _Reading(key, named, room, seen)
-        deadline = _Deadline(self._seconds)
+        deadline = Deadline(self._seconds)
         tries = Tries(f"read {named}", self._bucket, self._seconds)
         try:
             while True:
                 try:
                     return self._try(reading, deadline)
-                except _Overdue:
+                except Overdue:
                     raise
                 except Exception as error:
                     pause = tries.after(error)
                 time.sleep(min(pause, deadline.rest_s()))
-        except _Overdue:
+        except Overdue:
             raise tries.over() from None
 
     def url_of(self, key: str, seconds: int, method: str = "get_object", **signed: Any) -> str:
@@ -149,18 +118,52 @@ class Reader:
         """
         what = f"sign a URL of s3://{self._bucket}/{key}"
         try:
-            with self._lock:
-                client = self._session()[1]
+            client = self._session()[1]
             place = {"Bucket": self._bucket, "Key": key, **signed}
             url: str = client.generate_presigned_url(method, Params=place, ExpiresIn=seconds)
         except Exception as error:
             raise Unavailable(f"could not {what}: {transient(error, what)}", bucket=self._bucket) from error
         return url
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether requests go to the bucket's server with nothing in between, and need no more than a signature.
+
+        Raises
+        ------
+        Unavailable
+            If there are no credentials to sign with.
+        """
+        what = f"sign a URL of s3://{self._bucket}"
+        try:
+            return isinstance(self._found(self._seconds), Signed)
+        except Exception as error:
+            raise Unavailable(f"could not {what}: {transient(error, what)}", bucket=self._bucket) from error
+
+    def put_at(self, url: str, body: bytes, headers: Mapping[str, str]) -> int:
+        """The status of the answer to one PUT at a presigned URL, with headers that it does not sign; only if `is_plain`.
+
+        Raises
+        ------
+        Unavailable
+            If no answer came.
+        """
+        way, parts = self._found(self._seconds), urlsplit(url)
+        target, deadline = f"{parts.path}?{parts.query}", Deadline(self._seconds)
+        try:
+            if not isinstance(way, Signed):
+                raise ConnectionError
+            with way.pool.ask("PUT", target, headers, deadline, body=body, connect_s=CONNECT_SECONDS) as answer:
+                answer.read(MAX_ERROR_BYTES)
+                return answer.status
+        except (OSError, HTTPException, Overdue) as error:
+            reason = type(error).__name__
+            raise Unavailable(f"could not write to s3://{self._bucket}: {reason}", bucket=self._bucket) from None
+
     def close(self) -> None:
         """Close the connections; a later read opens new ones."""
         with self._lock:
-            way, self._way = self._way, None
+            way, self._way, self._finding = self._way, None, None
         if way is not None:
             way.close()
 
@@ -172,56 +175,77 @@ class Reader:
 
     def _renew(self) -> None:
         # A lock that another thread held when the process was forked would never be released.
-        self._lock = threading.Lock()
+        self._lock, self._session_lock = threading.Lock(), threading.Lock()
+        self._finding = None
         self._slots = threading.BoundedSemaphore(CONNECTIONS)
 
-    def _try(self, reading: _Reading, deadline: _Deadline) -> int | None:
+    def _try(self, reading: _Reading, deadline: Deadline) -> int | None:
         slots = self._slots
         if not slots.acquire(timeout=deadline.rest_s()):
-            raise _Overdue
+            raise Overdue
         try:
-            way = self._found()
+            way = self._found(deadline.wait_s())
             try:
-                with way.open(reading.key, reading.conditions(), deadline) as (headers, body):
-                    return reading.go_on(headers, body, deadline)
+                with way.open(reading.key, reading.conditions(), deadline) as (status, headers, body):
+                    return reading.go_on(status, headers, body, deadline)
             except Missing:
                 reading.missing()
                 return None
             except Refused as refused:
-                if refused.status in _ELSEWHERE and not refused.may_pass and isinstance(way, _Signed):
-                    with self._lock:
-                        self._way = _ByBotocore(self._session()[1], self._bucket)
-                    way.close()
-                    raise Transient(f"{refused}; asked again by botocore") from None
+                if isinstance(way, Signed) and (refused.is_elsewhere or refused.is_expired):
+                    self._leave(way, elsewhere=refused.is_elsewhere)
+                    if refused.is_elsewhere:
+                        raise Transient(f"{refused}; asked again by botocore") from None
                 reading.refused(refused)
                 raise
         finally:
             slots.release()
 
-    def _found(self) -> _Way:
+    def _found(self, wait_s: float) -> Way:
+        """The way to ask; botocore may look for credentials for any time, but not longer than ``wait_s`` for this."""
         with self._lock:
-            if self._way is None:
-                self._way = self._find()
+            if self._way is not None and time.monotonic() <= self._way_until:
+                return self._way
+            if self._finding is None or self._finding.done():
+                self._finding = in_thread(self._find)
+            finding = self._finding
+        try:
+            found = finding.result(wait_s)
+        except TimeoutError:
+            raise Transient("no credentials were found in time") from None
+        with self._lock:
+            if self._way is None or time.monotonic() > self._way_until:
+                self._way, self._way_until = found, math.inf
             return self._way
 
-    def _find(self) -> _Way:
+    def _find(self) -> Way:
         session, client = self._session()
         # A directory bucket's sessions are botocore's affair, and asking for a URL would begin one.
-        signed = None if self._bucket.endswith("--x-s3") else _signed(session, client, self._bucket)
-        return signed or _ByBotocore(client, self._bucket)
+        signed = None if self._bucket.endswith("--x-s3") else signed_way(session, client, self._bucket)
+        return signed or self._by_botocore
+
+    def _leave(self, way: Signed, *, elsewhere: bool) -> None:
+        """Ask botocore for a while, or with credentials that are looked for again."""
+        with self._lock:
+            if self._way is way and elsewhere:
+                self._way, self._way_until = self._by_botocore, time.monotonic() + _ELSEWHERE_SECONDS
+            elif self._way is way:
+                self._way = self._known = self._finding = None
+        way.close()
 
     def _session(self) -> tuple[Session, Any]:
-        """Botocore's session and client; under the lock."""
-        if self._known is None:
-            self._known = self._begun()
-        return self._known
+        """Botocore's session and client."""
+        with self._session_lock:
+            if self._known is None:
+                self._known = self._begun()
+            return self._known
 
     def _begun(self) -> tuple[Session, Any]:
         session = Session()
         session.register_component("data_loader", MODELS)
         config = Config(
             connect_timeout=min(CONNECT_SECONDS, self._seconds),
-            read_timeout=self._seconds * _SILENCE_SHARE,
+            read_timeout=self._seconds * SILENCE_SHARE,
             max_pool_connections=CONNECTIONS,
             # Tries are counted, and chunks hashed, here.
             retries={"total_max_attempts": 1},
@@ -250,15 +274,21 @@ class _Reading:
             return {}
         return {"Range": f"bytes={self.position}-{len(self.out) - 1}", "If-Match": self.etag}
 
-    def go_on(self, headers: Mapping[str, Any], body: Answer, deadline: _Deadline) -> int:
+    def go_on(self, status: int, headers: Headers, body: Answer, deadline: Deadline) -> int:
+        check_media_type(headers)
+        if (encoding := headers.get("content-encoding", "")).lower() not in _UNCHANGED:
+            raise Transient(f"the answer is encoded: {encoding[:40]}")
+        etag = headers.get("etag")
         if not self.position:
-            length, etag = str(headers.get("content-length")), headers.get("etag")
-            if not length.isdecimal() or not etag:
-                raise Transient("the answer lacks its length or its ETag")
+            length = str(headers.get("content-length"))
+            if status != 200 or not length.isdecimal() or len(length) > _MAX_DIGITS or not etag:
+                raise Transient(f"the answer is not the whole object: {status}, or without its length or its ETag")
             self.size, self.etag = int(length), etag
             self.out = self.room(self.size)
-        elif not str(headers.get("content-range")).startswith(f"bytes {self.position}-"):
-            raise Transient("the server did not go on where it was asked to")
+        else:
+            part = f"bytes {self.position}-{len(self.out) - 1}/{self.size}"
+            if status != 206 or etag != self.etag or headers.get("content-range") != part:
+                raise Transient("the server did not go on with the same object where it was asked to")
 
         def show(piece: memoryview) -> None:
             self.seen(piece)
@@ -276,79 +306,3 @@ class _Reading:
     def refused(self, refused: Refused) -> None:
         if self.position and refused.status == 412:
             raise Unavailable(f"{self.named} was replaced while it was read: read it again") from None
-
-
-@dataclass(frozen=True)
-class _Signed:
-    """Requests signed and sent from here; ``path`` is the part of the bucket's URL after the host."""
-
-    pool: Pool
-    path: str
-    signer: Signer
-
-    @contextmanager
-    def open(
-        self, key: str, conditions: Mapping[str, str], deadline: _Deadline
-    ) -> Iterator[tuple[Mapping[str, Any], Answer]]:
-        path = f"{self.path}/{key}"
-        headers = {**self.signer.headers(path), **conditions}
-        with self.pool.ask("GET", path, headers, deadline, connect_s=CONNECT_SECONDS) as answer:
-            if answer.status // 100 != 2:
-                raise _refusal(answer.status, dict(answer.headers), answer.read(_MAX_ERROR_BYTES))
-            # It finds a header whatever its case.
-            yield answer.headers, answer  # type: ignore[misc]
-
-    def close(self) -> None:
-        self.pool.close()
-
-
-@dataclass(frozen=True)
-class _ByBotocore:
-    """Requests sent by botocore, which knows proxies, redirections and every kind of bucket."""
-
-    client: Any
-    bucket: str
-
-    @contextmanager
-    def open(
-        self, key: str, conditions: Mapping[str, str], deadline: _Deadline
-    ) -> Iterator[tuple[Mapping[str, Any], Answer]]:
-        deadline.rest_s()
-        named = {name.replace("-", ""): value for name, value in conditions.items()}
-        try:
-            answer = self.client.get_object(Bucket=self.bucket, Key=key, **named)
-        except ClientError as error:
-            raise _missing_or(refusal(error)) from error
-        with answer["Body"] as body:
-            yield answer["ResponseMetadata"]["HTTPHeaders"], body
-
-    def close(self) -> None:
-        self.client.close()
-
-
-def _signed(session: Session, client: Any, bucket: str) -> _Signed | None:
-    """What botocore would send to the bucket, or None if it is more than a signed request to its server."""
-    url = client.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "key"}, ExpiresIn=60)
-    parts = urlsplit(url)
-    query = parse_qs(parts.query)
-    scope = query.get("X-Amz-Credential", [""])[0].split("/")[1:]
-    plain = parts.path.endswith("/key") and all(name.startswith("X-Amz-") for name in query)
-    if query.get("X-Amz-Algorithm") != ["AWS4-HMAC-SHA256"] or scope[2:] != ["s3", "aws4_request"] or not plain:
-        return None
-    if client.meta.config.proxies or get_environ_proxies(url):
-        return None
-    context = None
-    if parts.scheme == "https":
-        bundle = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE") or True
-        context = create_default_context(cafile=get_cert_path(bundle))
-    pool = Pool(parts.hostname or "", parts.port, context, keep=CONNECTIONS)
-    return _Signed(pool, parts.path.removesuffix("/key"), Signer(parts.netloc, scope[1], session.get_credentials()))
-
-
-def _refusal(status: int, headers: Mapping[str, str], body: bytes) -> Exception:
-    parsed = _ERRORS.parse({"status_code": status, "headers": headers, "body": body}, None)
-    return _missing_or(refusal(ClientError(parsed, "GetObject")))
-
-
-def _missing_or(refused: Refused) -> Exception:
-    return Missing(refused) if refused.is_missing else refused

@@ -9,13 +9,17 @@ from typing import ClassVar
 
 from typing_extensions import Buffer
 
-from repo_service.domain.errors import InvalidInput
+from repo_service.domain.errors import DocumentCorrupt, InvalidInput
 from repo_service.domain.frame import NONE
+from repo_service.domain.manifest import MAX_MANIFEST_BYTES
 
 _SEGMENT = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
 _KEY = re.compile(rf"(?!tmp(/|\Z)){_SEGMENT}(/{_SEGMENT})*", re.ASCII)
 
 MAX_KEY_CHARACTERS = 512
+
+MAX_OBJECT_BYTES = MAX_MANIFEST_BYTES
+"""No object is larger than a manifest may be."""
 
 
 def is_key(key: str) -> bool:
@@ -26,6 +30,22 @@ def is_key(key: str) -> bool:
     ``tmp``, which is the backends' own. No key can leave the store.
     """
     return len(key) <= MAX_KEY_CHARACTERS and _KEY.fullmatch(key) is not None
+
+
+def check_size(key: str, size: int, limit: int) -> int:
+    """Return an object's size unchanged if it may be read into memory.
+
+    Raises
+    ------
+    DocumentCorrupt
+    """
+    if size > limit:
+        raise DocumentCorrupt(
+            f"{key} has {size} bytes, which is more than anything stored there has (at most {limit})",
+            key=key,
+            size=size,
+        )
+    return size
 
 
 def check_key(key: str) -> str:
@@ -61,8 +81,11 @@ class Store(ABC):
     """How many calls at once are faster than one after the other."""
 
     @abstractmethod
-    def get(self, key: str) -> bytes | None:
-        """The object, or None if there is none."""
+    def get(self, key: str, limit: int = MAX_OBJECT_BYTES) -> bytes | None:
+        """The object, or None if there is none.
+
+        One of more than ``limit`` bytes is `DocumentCorrupt`, and no memory is taken for it.
+        """
 
     @abstractmethod
     def read_into(self, key: str, out: memoryview, seen: Callable[[memoryview], object]) -> int | None:
@@ -121,14 +144,6 @@ class Store(ABC):
         The URL is a secret for as long as it is good.
         """
         return None
-
-    def copy(self, source: str, target: str) -> bool:
-        """Write or replace ``target`` with the bytes of ``source``; False if there are none."""
-        data = self.get(source)
-        if data is None:
-            return False
-        self.put(target, data)
-        return True
 
     def close(self) -> None:
         """Let go of connections, if there are any; the store can still be used."""
