@@ -164,7 +164,8 @@ def nursery(root: Path, orders: Connection) -> None:
             os.kill(pid, signal.SIGKILL)
         outcome = Outcome()
         with os.fdopen(reader) as lines:
-            for line in lines:
+            # A last line without an end is of a child that was killed while it wrote.
+            for line in (line for line in lines if line.endswith("\n")):
                 match json.loads(line):
                     case str(what):
                         outcome.acknowledged.append(what)
