@@ -14,6 +14,7 @@ os.environ["KVGRAFT_CACHE_DIR"] = "off"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from faulty import Faults, faulty
 from hypothesis import settings
 from places import KINDS, Place, kinds, place_of
 from servers import S3Server, s3_server
@@ -53,6 +54,14 @@ def s3(_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in _s3.environment.items():
         monkeypatch.setenv(name, value)
     return _s3
+
+
+@pytest.fixture
+def faults(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    """The S3 server behind a network that can be broken; the environment names the way through it."""
+    with faulty(s3.url) as faults:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", faults.url)
+        yield faults
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

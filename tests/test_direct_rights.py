@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import urllib3
 from botocore.exceptions import NoCredentialsError
-from faulty import Faults, faulty
+from faulty import Faults
 from pushing import offer, push
 from servers import S3Server
 from sqlalchemy import update
@@ -39,12 +39,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def faults(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    with faulty(s3.url) as faults:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", faults.url)
-        # Bytes are stored as they are, and could be copied as they are.
-        monkeypatch.setenv("KVGRAFT_CODEC", "none")
-        yield faults
+def faults(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    # Bytes are stored as they are, and could be copied as they are.
+    monkeypatch.setenv("KVGRAFT_CODEC", "none")
+    return faults
 
 
 @pytest.fixture

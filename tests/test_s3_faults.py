@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from faulty import Faults, faulty
+from faulty import Faults
 from pushing import push
 from servers import S3Server
 from synthetic import artifact, fingerprint
@@ -21,13 +21,6 @@ from repo_service.services.opening import open_local
 from repo_service.storage import S3Store
 
 BIG = 4 * 2**20
-
-
-@pytest.fixture
-def faults(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    with faulty(s3.url) as faults:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", faults.url)
-        yield faults
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from faulty import Faults, faulty
+from faulty import Faults
 from pushing import push
 from rawhttp import answer, raw_server
 from servers import S3Server
@@ -28,13 +28,6 @@ STRANGE = [
     (200, "", b""),
     (200, "application/xml", b"<Status>starting</Status>"),
 ]
-
-
-@pytest.fixture
-def faults(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    with faulty(s3.url) as faults:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", faults.url)
-        yield faults
 
 
 @pytest.fixture
