@@ -7,7 +7,7 @@ import random
 import shutil
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from unittest import mock
 from pushing import Artifact, push
 from sqlalchemy import Engine, event
 
+from repo_service.client.mirror import mirror
 from repo_service.domain.errors import Corrupt, KvgraftError, NotFound, RepositoryError, StorageFull, Unavailable
 from repo_service.domain.names import DEFAULT_NAMESPACE
+from repo_service.domain.policy import Policy
 from repo_service.domain.repository import Repository
 from repo_service.storage import LocalStore, local
 from tests.fault.damage import Opened, made
@@ -105,15 +107,17 @@ class Breakage:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is tried, and what of it must be there afterwards."""
+    """What is tried, and what of it must be there afterwards; with ``lost``, on opening a repository without those files."""
 
     name: str
     run: Callable[[Repository], object]
     there: frozenset[int]
     tags: Mapping[str, int]
+    lost: str | None = None
 
 
-def operations() -> list[Operation]:
+def operations(source: Repository) -> list[Operation]:
+    """What a repository does; ``source`` holds all that is ever pushed, for a mirror."""
     ids = {number: what(number)[0].id for number in (KEPT, DOOMED, NEW)}
     tags = {"kept": KEPT, "doomed": DOOMED}
     both = frozenset({KEPT, DOOMED})
@@ -127,26 +131,43 @@ def operations() -> list[Operation]:
         Operation("delete a tag", lambda r: r.delete_tag(DEFAULT_NAMESPACE, "doomed"), both, {"kept": KEPT}),
         Operation("collect garbage", lambda r: r.collect_garbage(grace_s=0), both, tags),
         Operation("reindex", lambda r: r.reindex(), both, tags),
+        Operation("retain", _retain, frozenset({KEPT}), {"kept": KEPT}),
+        Operation("scrub", lambda r: r.scrub(), both, tags),
+        Operation("mirror", lambda r: mirror(source, r, workers=1), both | {NEW}, tags | {"new": NEW}),
+        Operation("open", lambda r: r.info(), both, tags, lost=""),
+        Operation("open without an index", lambda r: r.info(), both, tags, lost="index.sqlite*"),
     ]
+
+
+def _retain(repository: Repository) -> None:
+    repository.set_policy(DEFAULT_NAMESPACE, Policy(keep_tags=["kept"], max_bytes=1))
+    repository.collect_garbage(grace_s=0)
+    repository.set_policy(DEFAULT_NAMESPACE, Policy())
 
 
 def nth_call_fails(directory: Path, seed: int, *, sample: int) -> dict[str, Any]:
     template = directory / "template"
+    tagged = {"kept": KEPT, "doomed": DOOMED, "new": NEW}
     with Opened(template) as opened:
-        for number, name in ((KEPT, "kept"), (DOOMED, "doomed")):
-            info, _ = push(opened.repository, what(number))
-            opened.repository.set_tag(DEFAULT_NAMESPACE, name, info.id)
+        _fill(opened.repository, tagged, KEPT, DOOMED)
         _abandon(opened.repository, 9)
         opened.expire_pushes()
+    with Opened(directory / "source") as source:
+        _fill(source.repository, tagged, KEPT, DOOMED, NEW)
+        return _every_call(directory, template, operations(source.repository), random.Random(seed), sample)
+
+
+def _every_call(
+    directory: Path, template: Path, tried: Sequence[Operation], generator: random.Random, sample: int
+) -> dict[str, Any]:
     calls: dict[str, dict[str, int]] = {}
     faults: list[tuple[Operation, str, int, bool]] = []
-    for operation in operations():
+    for operation in tried:
         counting = Breakage()
         _trial(directory, template, operation, counting, reopen=True)
         calls[operation.name] = counting.counts
         for layer, count in counting.counts.items():
             faults += [(operation, layer, nth, sticky) for nth in range(1, count + 1) for sticky in (False, True)]
-    generator = random.Random(seed)
     if sample:
         faults = generator.sample(faults, sample)
     fired = 0
@@ -155,6 +176,13 @@ def nth_call_fails(directory: Path, seed: int, *, sample: int) -> dict[str, Any]
         _trial(directory, template, operation, fault, reopen=generator.random() < 0.5)
         fired += fault.fired
     return {"trials": len(faults), "fired": fired, "calls": calls, "partly_visible": 0, "retries_failed": 0}
+
+
+def _fill(repository: Repository, tagged: Mapping[str, int], *numbers: int) -> None:
+    for name, number in tagged.items():
+        if number in numbers:
+            info, _ = push(repository, what(number))
+            repository.set_tag(DEFAULT_NAMESPACE, name, info.id)
 
 
 def _abandon(repository: Repository, number: int) -> None:
@@ -172,14 +200,25 @@ def _trial(directory: Path, template: Path, operation: Operation, fault: Breakag
     known = {what(number)[0].id: what(number) for number in (KEPT, DOOMED, NEW)}
     must = {what(number)[0].id for number in operation.there - {NEW}}
     try:
-        with fault.installed(), Opened(root) as opened:
-            fault.armed = True
-            failed = _attempt(operation, opened.repository)
-            fault.armed = False
-            assert fault.fired or not failed, "it failed without a fault"
-            opened.check(known, must=must)
-            if not reopen:
-                _retry(operation, opened, known)
+        with fault.installed():
+            if operation.lost is not None:
+                for path in root.glob(operation.lost) if operation.lost else ():
+                    path.unlink()
+                fault.armed = True
+            try:
+                opened = Opened(root)
+            except (RepositoryError, Corrupt):
+                assert fault.fired, "it can't be opened"
+                fault.armed, reopen = False, True
+            else:
+                with opened:
+                    fault.armed = True
+                    failed = _attempt(operation, opened.repository)
+                    fault.armed = False
+                    assert fault.fired or not failed, "it failed without a fault"
+                    opened.check(known, must=must)
+                    if not reopen:
+                        _retry(operation, opened, known)
         if reopen:
             with Opened(root) as opened:
                 opened.check(known, must=must)
@@ -209,6 +248,8 @@ def _retry(operation: Operation, opened: Opened, known: Mapping[str, Artifact]) 
     assert found == wanted, f"after the retry the tags are {found}, not {wanted}"
     opened.check_index()
     opened.collect()
+    # Copies of what a scrub found unreadable are kept for whoever looks into it.
+    shutil.rmtree(opened.root / "quarantine", ignore_errors=True)
     opened.check_files()
 
 
