@@ -25,6 +25,10 @@ from tests.fault.stores import what
 from tests.fault.suite import Fault
 
 
+SECTOR = 4096
+"""Bytes that come to a disk together."""
+
+
 @dataclass
 class File:
     """A file's bytes, and how many of them are known to be on the disk."""
@@ -135,12 +139,26 @@ class Disk:
             (target / f"index.sqlite{end}").write_bytes(data)
 
     def _index(self, at: int, generator: random.Random) -> list[bytes]:
-        """The database after the last commit that was synced, or a later one, the one going on included."""
+        """The database after the last commit that was synced, or a later one, the one going on included and torn."""
         possible = [[self._start[self._root / "index.sqlite"] or b"", b""]]
         for i, entry in enumerate(self.log[: at + 1]):
             if entry[0] == "index":
                 possible = [entry[1]] if entry[2] and i < at else [*possible, entry[1]]
-        return generator.choice(possible)
+        synced, chosen = possible[0], generator.choice(possible)
+        if chosen[0] == synced[0] and chosen[1].startswith(synced[1]):
+            return [chosen[0], _torn(chosen[1], len(synced[1]), generator)]
+        return chosen
+
+
+def _torn(data: bytes, synced: int, generator: random.Random) -> bytes:
+    """Bytes of which all after the first ``synced`` may have come to the disk in any order, or not."""
+    if generator.random() < 0.5:
+        return data
+    kept = bytearray(data[: generator.randint(synced, len(data))])
+    for start in range(synced, len(kept), SECTOR):
+        if generator.random() < 0.1:
+            kept[start : start + SECTOR] = bytes(len(kept[start : start + SECTOR]))
+    return bytes(kept)
 
 
 def _replay(names: dict[str, Name], entry: Event) -> None:
