@@ -24,7 +24,6 @@ from tests.fault.kills import Calling
 from tests.fault.stores import what
 from tests.fault.suite import Fault
 
-
 SECTOR = 4096
 """Bytes that come to a disk together."""
 
