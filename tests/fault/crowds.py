@@ -153,15 +153,19 @@ def begin(opened: Opened, what: Artifact, lease_s: float, generator: random.Rand
     return opened.repository.resume_push(name, DEFAULT_NAMESPACE)
 
 
-def leave(opened: Opened, what: Artifact, lease_s: float, generator: random.Random) -> None:
-    """Begin a push, send some of it, and vanish."""
+def leave(opened: Opened, what: Artifact, lease_s: float, generator: random.Random, url: str | None = None) -> None:
+    """Begin a push, send some of it, and vanish; with the URL of a service, in the middle of sending it a chunk."""
     manifest, records, contents = what
     running = begin(opened, what, lease_s, generator)
     # It may be over sooner than this process gets to it.
     with suppress(PushNotFound):
         missing = offer(running, manifest, records)
-        for digest in missing[: generator.randint(0, len(missing))]:
+        sent = generator.randint(0, len(missing))
+        for digest in missing[:sent]:
             running.put(digest, contents[digest])
+        if url is not None and sent < len(missing):
+            data = contents[missing[sent]]
+            send_partly(url, running.id, missing[sent], data, generator.randint(0, len(data)))
 
 
 def gc_under_load(directory: Path, seed: int, *, artifacts: int, workers: int, every_ms: int) -> dict[str, Any]:
@@ -221,17 +225,24 @@ def _known(results: Iterable[Pushed]) -> dict[str, Artifact]:
 
 def vanish(directory: Path, seed: int, *, clients: int, lease_ms: int) -> dict[str, Any]:
     generator, lease_s = random.Random(seed), lease_ms / 1000
-    with Opened(directory / "repository") as opened:
+    with Opened(directory / "repository") as opened, served(directory / "repository") as url:
         first, _ = push(opened.repository, made(seed, 24, 16))
         before = opened.files()
         for number in range(seed + 1, seed + 1 + clients):
-            leave(opened, made(number, 24, 16 * (number % 2)), lease_s, generator)
+            by = url if number % 2 else None
+            leave(opened, made(number, 24, 16 * (number // 2 % 2)), lease_s, generator, by)
         left = len(opened.files() - before)
         time.sleep(2 * lease_s)
         report = opened.repository.collect_garbage(grace_s=lease_s)
         assert opened.files() == before, f"{len(opened.files() - before)} files of clients that vanished are left"
         opened.check({first.id: made(seed, 24, 16)}, must={first.id})
-    return {"clients": clients, "files_they_left": left, "expired": report.expired_pushes, "files_after": 0}
+    return {
+        "clients": clients,
+        "in_a_request": clients // 2,
+        "files_they_left": left,
+        "expired": report.expired_pushes,
+        "files_after": 0,
+    }
 
 
 def resume(directory: Path, seed: int, *, cuts: int) -> dict[str, Any]:
