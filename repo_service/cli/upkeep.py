@@ -44,7 +44,7 @@ def serve(
         typer.Option(
             "--index",
             metavar="URL",
-            help="Index, which an S3 repository needs: sqlite:///absolute/path.",
+            help="Index, which an S3 repository needs: sqlite:///absolute/path, or postgresql://….",
             show_default="KVGRAFT_INDEX",
         ),
     ] = None,

@@ -65,7 +65,7 @@ def prepare_directory(root: Path, *, create: bool) -> None:
     if marked:
         return
     if not create:
-        raise NotARepository(f"there is no repository at {root}", path=str(root))
+        raise _absent(str(root))
     if root.is_dir():
         foreign = sorted(entry.name for entry in root.iterdir() if entry.name != "tmp")
         if foreign and not (root / MARKER).exists():
@@ -79,6 +79,13 @@ def prepare_directory(root: Path, *, create: bool) -> None:
         raise NotARepository(f"{root} can't be created: {error.strerror}", path=str(root)) from error
 
 
+def _absent(where: str) -> NotARepository:
+    return NotARepository(
+        f"there is no repository at {where}: the first kvgraft serve, deposit, import, pull or mirror to there makes it",
+        path=where,
+    )
+
+
 def prepare_bucket(store: S3Store, url: str, codec: str, *, create: bool) -> None:
     """Make what lies under the URL a repository, or refuse it; ``codec`` is for a new one.
 
@@ -90,7 +97,7 @@ def prepare_bucket(store: S3Store, url: str, codec: str, *, create: bool) -> Non
     if store.exists(MARKER):
         return
     if not create:
-        raise NotARepository(f"there is no repository at {url}", path=url)
+        raise _absent(url)
     if not store.is_empty(but=_PROBES) and not store.exists(MARKER):
         raise NotARepository(f"{url} is not a repository and not empty: give a prefix that nothing uses", path=url)
     # Before the marker, by which anyone may open what lies there. What a crash leaves goes with forgotten uploads.

@@ -123,7 +123,7 @@ def transient(error: Exception, what: str) -> str:
 
 def advice(refused: Refused, what: str, bucket: str) -> KvgraftError:
     """The error for an answer that will not change by itself."""
-    said = f"could not {what}: {refused}"
+    said = f"could not {what}: {refused}".rstrip(".")
     if refused.status == 507 or refused.code in _FULL_CODES:
         return StorageFull(f"{said}. Free some space or raise the quota of the bucket {bucket}", bucket=bucket)
     if refused.code == "NoSuchBucket":
