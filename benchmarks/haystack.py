@@ -11,22 +11,30 @@ import random
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Protocol
 
-_ADJECTIVES = (
+
+def _listed(text: str, between: str) -> list[str]:
+    return text.split(between)
+
+
+_ADJECTIVES = _listed(
     "amber ancient brass broken copper crimson crooked distant dusty faded frozen gentle golden green hidden hollow "
     "iron ivory lonely marble narrow northern orange painted purple quiet rusty scarlet silent silver southern stone "
-    "striped sunken velvet violet western white winding wooden"
-).split()
-_NOUNS = (
+    "striped sunken velvet violet western white winding wooden",
+    " ",
+)
+_NOUNS = _listed(
     "anchor arch attic barrel basket bell boat bridge cabin candle castle cellar chapel chest clock cottage door drum "
     "engine fountain garden gate harbor kettle ladder lantern library lighthouse mill mirror orchard piano station "
-    "stove tower tunnel vault wagon well window"
-).split()
+    "stove tower tunnel vault wagon well window",
+    " ",
+)
 # Facts that are not easily taken for one another.
-_FACTS = (
+_FACTS = _listed(
     "pass key|locker code|flight number|phone extension|invoice number|population of Oakville|price of the painting|"
     "serial number of the engine|postal code of Riverton|membership number of the librarian|weight of the whale|"
     "height of the mountain|length of the canal|depth of the lake|distance to the comet|capacity of the stadium|"
@@ -39,8 +47,9 @@ _FACTS = (
     "mileage of the truck|tonnage of the ferry|number of pages in the encyclopedia|score of the chess engine|"
     "combination of the safe|account number of the bakery|number of lamps in the theatre|"
     "toll of the tunnel|output of the paper mill|number of bees in the hive|insurance number of the violin|"
-    "elevation of the observatory"
-).split("|")
+    "elevation of the observatory",
+    "|",
+)
 
 
 class Tokenizer(Protocol):
@@ -115,7 +124,7 @@ def chained(generator: random.Random, count: int, hops: int = 3) -> list[Needle]
     for number in _numbers(generator, count):
         names = ["".join(generator.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=5)) for _ in range(hops + 1)]
         sentences = [f"VAR {names[0]} = {number}."]
-        sentences += [f"VAR {after} = VAR {before}." for before, after in zip(names, names[1:], strict=False)]
+        sentences += [f"VAR {after} = VAR {before}." for before, after in pairwise(names)]
         question = f"What is the value of VAR {names[-1]}? The value of VAR {names[-1]} is"
         needles.append(Needle("variables", tuple(sentences), question, (number,)))
     return needles
