@@ -130,7 +130,9 @@ class Pager:
         self._memory: Tensor | None = take_memory((pages, *shape), dtype, self.device)
         self._source = source
         self._staging = Staging(shape, dtype, self.device)
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        self._asked = threading.Condition(lock)
         self._all = [_Slot(page) for page in self._memory.unbind()]
         self._free = list(reversed(self._all))
         self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()  # The first is the first to give way.
@@ -183,8 +185,8 @@ class Pager:
             return
         with self._changed:
             self._wishes = dict.fromkeys(keys)
-            self._ahead = deque(self._wishes)
-            self._changed.notify_all()
+            self._ahead = deque(key for key in self._wishes if key not in self._slots)
+            self._tell()
 
     def forget(self, key: Hashable) -> None:
         """Drop a page whose content has changed or is gone; who has it pinned keeps what it was."""
@@ -202,6 +204,7 @@ class Pager:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._asked.notify_all()
         if self._thread is not None:
             self._thread.join()
         self._staging.finish()
@@ -304,7 +307,7 @@ class Pager:
                     self._counters.bytes_read += self.page_bytes
                 if not slot.pins and (slot.forgotten or not filled):
                     self._discard(key, slot)
-                self._changed.notify_all()
+                self._tell()
 
     def _unpin(self, slots: dict[Hashable, _Slot], scan: bool) -> None:
         with self._changed:
@@ -318,7 +321,7 @@ class Pager:
                     self._discard(key, slot)
                 elif slot.state is _State.READY:
                     self._slots.move_to_end(key, last=not scan)
-            self._changed.notify_all()
+            self._tell()
 
     def _discard(self, key: Hashable, slot: _Slot) -> None:
         if self._slots.get(key) is slot:
@@ -329,13 +332,19 @@ class Pager:
         slot.state = _State.EMPTY
         slot.forgotten = False
         self._free.append(slot)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake whoever waits for a page or a place; the thread only if there is something to read."""
         self._changed.notify_all()
+        if self._ahead:
+            self._asked.notify()
 
     def _read_ahead(self) -> None:
         while True:
             with self._changed:
                 while (found := self._next_wish()) is None and not self._closed:
-                    self._changed.wait()
+                    self._asked.wait()
                 if found is None or self._closed:
                     return
             try:

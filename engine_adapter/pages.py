@@ -10,7 +10,7 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Self
 
@@ -56,7 +56,7 @@ class HostPages:
         self._free: list[Tensor] = []
         self._pages: dict[Hashable, Tensor] = {}
         self._digests: dict[Hashable, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -69,7 +69,7 @@ class HostPages:
         """Bytes taken in memory or in the file."""
         return self._slabs * self._slab_bytes
 
-    def write(self, key: Hashable, states: Sequence[Tensor], start: int = 0) -> None:
+    def write(self, key: Hashable, states: Iterable[Tensor], start: int = 0) -> None:
         """Put tokens into a page, new or there already, from token ``start`` of it on.
 
         Parameters
@@ -79,12 +79,23 @@ class HostPages:
             ``[2, heads, tokens, dim]`` has keys and values for rows.
         """
         with self._lock:
-            page = self._pages.get(key)
-            if page is None:
-                page = self._pages[key] = self._take()
+            page = self.page(key)
             for row, state in zip(page, states, strict=True):
                 row[..., start : start + state.shape[-2], :].copy_(state)
             self._digests[key] = _digest(page)
+
+    def page(self, key: Hashable) -> Tensor:
+        """A page's memory, new or there already, to be written to; `seal` then says that it is whole."""
+        with self._lock:
+            page = self._pages.get(key)
+            if page is None:
+                page = self._pages[key] = self._take()
+            return page
+
+    def seal(self, key: Hashable) -> None:
+        """Take the digest of a page as it is now."""
+        with self._lock:
+            self._digests[key] = _digest(self._pages[key])
 
     def read(self, key: Hashable, out: Tensor) -> None:
         """Copy a page into ``out``.
@@ -108,8 +119,8 @@ class HostPages:
     def free(self, key: Hashable) -> None:
         """Give a page's memory to other pages."""
         with self._lock:
+            self._digests.pop(key, None)
             self._free.append(self._pages.pop(key))
-            del self._digests[key]
 
     def close(self) -> None:
         """Give all memory back."""
