@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from engine_adapter.cache import RoomyLayer, StateCache
-from engine_adapter.paged_attention import PagedState, Piece, split_of
+from engine_adapter.paged_attention import PagedState, Pieces, split_of
 from engine_adapter.pager import Pager
 from engine_adapter.pages import HostPages
 from repo_service.domain.errors import InvalidInput, UnsupportedModel
@@ -201,7 +201,7 @@ class _Pages:
                 self.paging.host.write(other._key(layer, block), buffer)
             other.tokens[layer] = tokens
 
-    def pieces(self, layer: int) -> Iterator[Piece]:
+    def pieces(self, layer: int) -> Pieces:
         """See `PagedState.pieces`."""
         split, tokens = self.paging.split, self.tokens[layer]
         for block in range(-(-tokens // split)):
@@ -252,7 +252,7 @@ class PagedLayer(DynamicLayer, PagedState):
         """Take what was placed, up to token ``tokens``."""
         self.sequence.adopt(self.index, tokens)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Pieces:
         return self.sequence.pieces(self.index)
 
     def get_seq_length(self) -> int:

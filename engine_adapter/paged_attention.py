@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ Piece = tuple[int, Tensor, Tensor]
 """Its first position, and keys and values ``[kv_heads, tokens, dim]``, contiguous."""
 
 
+Pieces = Generator[Piece, None, None]
+
+
 class PagedState(ABC):
     """A layer's keys and values that are no tensors: what a cache gives to the attention in their place."""
 
@@ -48,7 +52,7 @@ class PagedState(ABC):
         """That of the keys, were they a tensor: ``[1, kv_heads, tokens, dim]``."""
 
     @abstractmethod
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Pieces:
         """The pieces in order; each is there until the next one is asked for."""
 
 
@@ -120,18 +124,18 @@ def _forward(
         )
     if not getattr(module, "is_causal", True) or query.shape[0] != 1 or dropout:
         raise UnsupportedModel(f"{kind} asks for attention that is not causal, batched or with dropout")
-    pieces = key.pieces() if isinstance(key, PagedState) else _cut((key, value), split)
     length, dim = query.shape[2:]
     kv_heads, tokens = key.shape[1:3]
     scale = dim**-0.5 if scaling is None else scaling
     # The heads that share keys lie one after the other, as rows of one product.
     rows = (query[0] * scale).reshape(kv_heads, -1, dim)
     positions = torch.arange(tokens - length, tokens, device=query.device)
-    out = attend(rows, pieces, positions)
+    with closing(key.pieces() if isinstance(key, PagedState) else _cut((key, value), split)) as pieces:
+        out = attend(rows, pieces, positions)
     return out.reshape(query.shape[1], length, -1).transpose(0, 1)[None].contiguous(), None
 
 
-def _cut(states: tuple[Tensor, Any], split: int) -> Iterator[Piece]:
+def _cut(states: tuple[Tensor, Any], split: int) -> Pieces:
     for start in range(0, states[0].shape[2], split):
         keys, values = (tensor[0, :, start : start + split].contiguous() for tensor in states)
         yield start, keys, values
