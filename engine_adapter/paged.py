@@ -10,6 +10,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from engine_adapter.cache import RoomyLayer, StateCache
 from engine_adapter.paged_attention import PagedState, Pieces, split_of
 from engine_adapter.pager import Pager
-from engine_adapter.pages import HostPages
+from engine_adapter.pages import HostPages, put
 from repo_service.domain.errors import InvalidInput, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -173,8 +174,9 @@ class _Pages:
         for block in range(start // split, -(-stop // split)):
             first, last = max(start, block * split), min(stop, (block + 1) * split)
             key = self._key(layer, block)
-            self.paging.host.write(key, [s[0, :, first - start : last - start] for s in states], first - block * split)
-            self.paging.pager.forget(key)
+            new, offset = [s[0, :, first - start : last - start] for s in states], first - block * split
+            self.paging.host.write(key, new, offset)
+            self.paging.pager.amend(key, partial(put, states=new, start=offset))
         self.tokens[layer] = stop
 
     def place(self, layer: int, row: int, head: int, start: int, states: Tensor) -> None:

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -198,6 +198,22 @@ class Pager:
             slot.forgotten = True
             if not slot.pins and slot.state is not _State.READING:
                 self._release(slot)
+
+    def amend(self, key: Hashable, change: Callable[[Tensor], None]) -> None:
+        """Change a page in the pool as its source was changed; nothing if it is not there.
+
+        Whoever has it pinned sees the change. A page on its way is forgotten.
+        """
+        with self._changed:
+            slot = self._slots.get(key)
+            if slot is None:
+                return
+            if slot.state is not _State.READY:
+                self.forget(key)
+                return
+            self._staging.wait_for(slot.arrived)
+            change(slot.view)
+            slot.used = self._staging.now()
 
     def close(self) -> None:
         """Stop the thread and give the pool's memory back."""

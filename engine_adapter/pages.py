@@ -80,8 +80,7 @@ class HostPages:
         """
         with self._lock:
             page = self.page(key)
-            for row, state in zip(page, states, strict=True):
-                row[..., start : start + state.shape[-2], :].copy_(state)
+            put(page, states, start)
             self._digests[key] = _digest(page)
 
     def page(self, key: Hashable) -> Tensor:
@@ -165,6 +164,12 @@ class HostPages:
         self._slabs += 1
         flat = torch.frombuffer(memory, dtype=self.dtype)
         yield from reversed(flat.view(-1, *self.shape).unbind())
+
+
+def put(page: Tensor, states: Iterable[Tensor], start: int) -> None:
+    """Put tokens into a page's rows, from token ``start`` of it on; see `HostPages.write`."""
+    for row, state in zip(page, states, strict=True):
+        row[..., start : start + state.shape[-2], :].copy_(state)
 
 
 def _digest(page: Tensor) -> bytes:

@@ -95,6 +95,17 @@ def test_a_deposited_text_is_found_and_verified(kvgraft: Kvgraft, deposited: dic
     assert report["inexact"] == []
 
 
+def test_a_paged_deposit_is_verified_paged_and_resident(kvgraft: Kvgraft, tmp_path: Path) -> None:
+    paged = ("--attention", "kvgraft_paged_256", "--device-pages", 1)
+    assert kvgraft("deposit", tmp_path / "text", "--tag", "mill", *paged)[0] == 0
+    for pages in ((), ("--device-pages", 2)):
+        code, report = kvgraft("verify", "mill", "--samples", 2, *pages)
+        assert (code, report["exact"]) == (0, True)
+    code, error = kvgraft("deposit", tmp_path / "text", "--device-pages", 2)
+    assert (code, error["code"]) == (errors.USAGE, "invalid_input")
+    assert "paged_attention()" in error["message"]
+
+
 def test_inexact_ways_are_measured_and_are_no_failure(kvgraft: Kvgraft, deposited: dict[str, Any]) -> None:
     code, report = kvgraft("verify", deposited["id"], "--samples", 2, "--inexact")
     assert (code, report["exact"]) == (0, True)

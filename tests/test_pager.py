@@ -201,6 +201,22 @@ def test_a_page_that_was_forgotten_is_read_anew(pager_of: Callable[..., Pager], 
     assert pager.counters.misses == 5
 
 
+def test_a_page_in_the_pool_is_amended_in_place(pager_of: Callable[..., Pager], source: Counted) -> None:
+    pager = pager_of(1, prefetch=True)
+    pager.amend(1, lambda page: page.fill_(5))
+    use(pager, 1)
+    pager.amend(1, lambda page: page.fill_(9))
+    with pager.pinned([1]) as (page,):
+        assert page.unique().tolist() == [9]
+    source.gate = threading.Event()
+    pager.prefetch([2])
+    until(lambda: source.reads == [1, 2])
+    pager.amend(2, lambda page: page.fill_(9))
+    source.gate.set()
+    use(pager, 2)
+    assert source.reads == [1, 2, 2]
+
+
 def test_a_page_forgotten_on_its_way_is_read_anew(pager_of: Callable[..., Pager], source: Counted) -> None:
     pager = pager_of(1, prefetch=True)
     source.gate = threading.Event()
