@@ -107,7 +107,7 @@ def deposit(
     with (
         open_named(repo, token, create=True, cached=True) as repository,
         _session(repository, namespace, model, dtype, attention, device, block_tokens, device_pages) as session,
-        progress.shown("computing") as report,
+        _shown("computing", session) as report,
     ):
         tokens = session.encode(_cut(source, max_tokens, session))
         published = source if index_text and isinstance(source, str) else text
@@ -210,7 +210,7 @@ def verify(
                 device_pages,
             )
             tokens = None if tokens_file is None else inputs.read_tokens(tokens_file)
-            with _session(repository, namespace, model, *settings) as session, progress.shown("replaying") as report:
+            with _session(repository, namespace, model, *settings) as session, _shown("replaying", session) as report:
                 result = session.verify(manifest.id, samples, tokens=tokens, inexact=inexact, progress=report)
             exact = result.exact
             if as_json:
@@ -343,6 +343,25 @@ def _session(
         )
     with session:
         yield session
+
+
+@contextmanager
+def _shown(task: str, session: GraftSession) -> Iterator[progress.Report]:
+    """Show progress; of a paged session also how many of its pages were found on the device, and what the others cost."""
+    with progress.shown(task) as report:
+        if session.paging is None:
+            yield report
+            return
+        pager = session.paging.pager
+
+        def both(kind: str, done: int, total: int) -> None:
+            report(kind, done, total)
+            report("pages found", pager.counters.hits, pager.counters.hits + pager.counters.misses)
+
+        yield both
+    done = pager.counters
+    read, pool = output.size(done.bytes_read), output.size(done.peak_bytes)
+    progress.say(f"{read} of pages read into {pool} of the device, waiting {output.seconds(done.stall_s)} for them")
 
 
 def _print_replay(report: VerifyReport) -> None:
