@@ -98,7 +98,17 @@ class Paging:
         return size // self.host.page_bytes
 
     def cache(self) -> PagedCache:
-        """An empty cache whose full layers are paged. The pages of caches that are gone are used again."""
+        """An empty cache whose full layers are paged. The pages of caches that are gone are used again.
+
+        Raises
+        ------
+        InvalidInput
+            If the model has another attention by now.
+        """
+        if split_of(self._model_config._attn_implementation) != self.split:
+            raise InvalidInput(
+                f"the model's attention was changed to {self._model_config._attn_implementation!r}: open a new session"
+            )
         while self._dead:
             for key in self._dead.popleft():
                 self.pager.forget(key)

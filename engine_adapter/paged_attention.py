@@ -129,9 +129,8 @@ def _forward(
     scale = dim**-0.5 if scaling is None else scaling
     # The heads that share keys lie one after the other, as rows of one product.
     rows = (query[0] * scale).reshape(kv_heads, -1, dim)
-    positions = torch.arange(tokens - length, tokens, device=query.device)
     with closing(key.pieces() if isinstance(key, PagedState) else _cut((key, value), split)) as pieces:
-        out = attend(rows, pieces, positions)
+        out = attend(rows, pieces, tokens - length, length)
     return out.reshape(query.shape[1], length, -1).transpose(0, 1)[None].contiguous(), None
 
 
@@ -141,7 +140,7 @@ def _cut(states: tuple[Tensor, Any], split: int) -> Pieces:
         yield start, keys, values
 
 
-def attend(rows: Tensor, pieces: Iterable[Piece], positions: Tensor) -> Tensor:
+def attend(rows: Tensor, pieces: Iterable[Piece], first: int, length: int) -> Tensor:
     """Causal attention of scaled queries to pieces that begin with position 0.
 
     Products are made in the dtype of the state, softmax and sums in float32.
@@ -150,15 +149,15 @@ def attend(rows: Tensor, pieces: Iterable[Piece], positions: Tensor) -> Tensor:
     ----------
     rows
         Queries ``[kv_heads, n * length, dim]``, one head after the other.
-    positions
-        Theirs, ``[length]``, in order.
+    first, length
+        The first query's position, and how many there are.
 
     Returns
     -------
     Tensor
         ``[kv_heads, n * length, value_dim]``, in the dtype of the queries.
     """
-    first, length = int(positions[0]), positions.shape[0]
+    positions = torch.arange(first, first + length, device=rows.device)[:, None]
     peak = rows.new_full((*rows.shape[:2], 1), -torch.inf, dtype=torch.float32)
     total: Any = 0.0
     sums: Any = 0.0
@@ -166,7 +165,7 @@ def attend(rows: Tensor, pieces: Iterable[Piece], positions: Tensor) -> Tensor:
         scores = torch.matmul(rows, keys.transpose(1, 2)).float()
         stop = start + keys.shape[1]
         if stop > first + 1:
-            hidden = torch.arange(start, stop, device=rows.device) > positions[:, None]
+            hidden = torch.arange(start, stop, device=rows.device) > positions
             scores.view(rows.shape[0], -1, length, stop - start).masked_fill_(hidden, -torch.inf)
         # Every query sees position 0, so that the new peak is never infinite.
         peak, before = torch.maximum(peak, scores.amax(-1, keepdim=True)), peak
