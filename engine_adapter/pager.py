@@ -109,7 +109,7 @@ class Pager:
     Raises
     ------
     InvalidInput
-        If the pool has no page.
+        If the pool has no page, or is larger than the device.
     """
 
     def __init__(
@@ -127,7 +127,13 @@ class Pager:
         self.pages = pages
         self.device = torch.device(device)
         self.page_bytes = math.prod(shape) * dtype.itemsize
-        self._memory: Tensor | None = take_memory((pages, *shape), dtype, self.device)
+        try:
+            self._memory: Tensor | None = take_memory((pages, *shape), dtype, self.device)
+        except (RuntimeError, OSError, MemoryError, OverflowError) as error:
+            raise InvalidInput(
+                f"a pool of {pages} pages of {self.page_bytes} bytes can't be had on {self.device}: {error}",
+                pages=pages,
+            ) from None
         self._source = source
         self._staging = Staging(shape, dtype, self.device)
         lock = threading.RLock()

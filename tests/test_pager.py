@@ -135,6 +135,11 @@ def test_a_pool_without_a_page_is_refused(pages: object, source: Counted) -> Non
         Pager(pages, SHAPE, torch.float32, CPU, source)  # type: ignore[arg-type]
 
 
+def test_a_pool_larger_than_the_device_is_refused(source: Counted) -> None:
+    with pytest.raises(InvalidInput, match="can't be had on cpu"):
+        Pager(2**50, SHAPE, torch.float32, CPU, source)
+
+
 def test_pages_read_ahead_are_hits(pager_of: Callable[..., Pager], source: Counted) -> None:
     pager = pager_of(4, prefetch=True)
     pager.prefetch([1, 2, 3])
