@@ -77,6 +77,14 @@ def _node_cache(small: bool) -> Mapping[str, Any]:
     return node_cache.run(blocks=16 if small else 96, rounds=3 if small else 9)
 
 
+def _paged(small: bool) -> Mapping[str, Any]:
+    from benchmarks import paged
+
+    lengths = [600] if small else [1024, 2048, 4096, 7680]
+    dtypes = ["float32"] if small else ["float32", "bfloat16"]
+    return {dtype: paged.run(lengths, 2 if small else 16, "smollm2", dtype) for dtype in dtypes}
+
+
 BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "restore": ("verified restore against a raw read and a sendfile server; safetensors, torch, zarr", _restore),
     "push": ("push against raw write and fsync; safetensors, torch, zarr", _push),
@@ -87,6 +95,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "upkeep": ("garbage collection and reindex for each object, on a disk and on S3", _upkeep),
     "ttft": ("time to first token, grafted against fresh, at 2k, 4k and 8k tokens (SmolLM2-135M)", _ttft),
     "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),
+    "paged": ("time per token, stalls and device memory, paged against resident, by length (SmolLM2-135M)", _paged),
     "node-cache": ("pull through the service, cold and warm cache of the node, against a raw read", _node_cache),
 }
 

@@ -35,6 +35,7 @@ class Dtype(StrEnum):
 class Attention(StrEnum):
     EAGER = "eager"
     SDPA = "sdpa"
+    PAGED = "kvgraft_paged_256"
 
 
 _MODEL_HELP = "smollm2, gemma3, a local directory, or a name on the model hub."
@@ -45,10 +46,18 @@ OptionalModel = Annotated[str | None, typer.Option("--model", metavar="NAME", he
 DtypeOption = Annotated[
     Dtype, typer.Option("--dtype", help="float32, bfloat16, float16, or auto: that of the weights.")
 ]
-AttentionOption = Annotated[Attention, typer.Option("--attention", help="Attention backend: eager or sdpa.")]
+AttentionOption = Annotated[
+    Attention, typer.Option("--attention", help="Attention backend: eager, sdpa, or kvgraft_paged_256.")
+]
 Device = Annotated[
     str | None,
     typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; by default a GPU where there is one."),
+]
+DevicePages = Annotated[
+    int | None,
+    typer.Option(
+        "--device-pages", min=1, help="Keep only so many pages of the state on the device; needs kvgraft_paged_256."
+    ),
 ]
 BlockTokens = Annotated[int, typer.Option("--block-tokens", min=1, max=65536, help="Tokens per block.")]
 TokensFile = Annotated[str | None, typer.Option("--tokens-file", metavar="FILE", help=_TOKENS_HELP)]
@@ -79,6 +88,7 @@ def deposit(
     dtype: DtypeOption = Dtype.AUTO,
     attention: AttentionOption = Attention.SDPA,
     device: Device = None,
+    device_pages: DevicePages = None,
     repo: Repo = DEFAULT_REPO,
     namespace: Namespace = DEFAULT_NAMESPACE,
     token: Token = None,
@@ -96,8 +106,8 @@ def deposit(
     source: str | list[int] = inputs.read_text(file) if file is not None else inputs.read_tokens(tokens_file or "-")
     with (
         open_named(repo, token, create=True, cached=True) as repository,
-        _session(repository, namespace, model, dtype, attention, device, block_tokens) as session,
-        progress.shown("computing") as report,
+        _session(repository, namespace, model, dtype, attention, device, block_tokens, device_pages) as session,
+        _shown("computing", session) as report,
     ):
         tokens = session.encode(_cut(source, max_tokens, session))
         published = source if index_text and isinstance(source, str) else text
@@ -172,6 +182,7 @@ def verify(
     device: Annotated[
         str | None, typer.Option("--device", metavar="NAME", help="Instead of the artifact's own kind of device.")
     ] = None,
+    device_pages: DevicePages = None,
     repo: Repo = DEFAULT_REPO,
     namespace: Namespace = DEFAULT_NAMESPACE,
     token: Token = None,
@@ -196,9 +207,10 @@ def verify(
                 # An artifact made on a GPU is refused on a machine without one, and the refusal names the device.
                 device or ("cpu" if numerics.get("device") == "cpu" else None),
                 manifest.layout.block_tokens,
+                device_pages,
             )
             tokens = None if tokens_file is None else inputs.read_tokens(tokens_file)
-            with _session(repository, namespace, model, *settings) as session, progress.shown("replaying") as report:
+            with _session(repository, namespace, model, *settings) as session, _shown("replaying", session) as report:
                 result = session.verify(manifest.id, samples, tokens=tokens, inexact=inexact, progress=report)
             exact = result.exact
             if as_json:
@@ -275,8 +287,10 @@ def load_model(name: str, dtype: str, attention: str, device: str | None) -> tup
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from engine_adapter.demo_models import DEMO_MODELS, fetch
+    from engine_adapter.paged_attention import register_named
     from repo_service.domain.errors import ModelUnavailable
 
+    register_named(attention)
     path = str(fetch(name, progress=progress.say)) if name in DEMO_MODELS else name
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -313,14 +327,41 @@ def _session(
     attention: str,
     device: str | None,
     block_tokens: int,
+    device_pages: int | None = None,
 ) -> Iterator[GraftSession]:
     with progress.shown(f"loading {model}"):
         loaded, tokenizer = load_model(model, dtype, attention, device)
         from engine_adapter.session import GraftSession
 
-        session = GraftSession(loaded, tokenizer, repository, block_tokens=block_tokens, namespace=namespace)
+        session = GraftSession(
+            loaded,
+            tokenizer,
+            repository,
+            block_tokens=block_tokens,
+            namespace=namespace,
+            device_pages=device_pages,
+        )
     with session:
         yield session
+
+
+@contextmanager
+def _shown(task: str, session: GraftSession) -> Iterator[progress.Report]:
+    """Show progress; of a paged session also how many of its pages were found on the device, and what the others cost."""
+    with progress.shown(task) as report:
+        if session.paging is None:
+            yield report
+            return
+        pager = session.paging.pager
+
+        def both(kind: str, done: int, total: int) -> None:
+            report(kind, done, total)
+            report("pages found", pager.counters.hits, pager.counters.hits + pager.counters.misses)
+
+        yield both
+    done = pager.counters
+    read, pool = output.size(done.bytes_read), output.size(done.peak_bytes)
+    progress.say(f"{read} of pages read into {pool} of the device, waiting {output.seconds(done.stall_s)} for them")
 
 
 def _print_replay(report: VerifyReport) -> None:

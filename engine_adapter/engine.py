@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from engine_adapter.paged import Paging
+
 Tokens = Sequence[int] | torch.Tensor
 
 Progress = Callable[[str, int, int], None]
@@ -46,6 +48,7 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.block_tokens = block_tokens
+        self.paging: Paging | None = None
         config = model.config.get_text_config(decoder=True)
         self.window: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
@@ -86,7 +89,7 @@ class Engine:
 
     def new_run(self, tokens: int = 0) -> Run:
         """A run without tokens, its cache about to take ``tokens``."""
-        run = Run(StateCache(self.model.config))
+        run = Run(StateCache(self.model.config) if self.paging is None else self.paging.cache())
         run.cache.reserve(tokens)
         return run
 

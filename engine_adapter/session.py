@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from engine_adapter.canary import measure as measure_canary
@@ -12,6 +13,7 @@ from engine_adapter.canary import watched_settings
 from engine_adapter.deposit import deposit
 from engine_adapter.engine import Engine, Progress, Tokens, token_list
 from engine_adapter.fingerprint import measure_current, measure_fingerprint
+from engine_adapter.paged import Paging
 from engine_adapter.run import Generation, Run, last_call_start, logits_sha256, steps_until
 from engine_adapter.state import BlockRecorder
 from engine_adapter.transfer import ChunkReader
@@ -52,6 +54,13 @@ class GraftSession(Engine):
         Where artifacts are looked up and published.
     read_workers
         Threads that read chunks; default: the machine's cores, at most 4.
+    device_pages, device_bytes
+        Keep the state of full layers in pages on the host, and so many of them, or of their bytes, on the
+        device. The model's attention must be one of `paged_attention`. None keeps all state on the device.
+    page_directory
+        Where to keep the host's pages in a file; None keeps them in memory.
+    prefetch
+        Read pages ahead.
 
     Raises
     ------
@@ -68,6 +77,10 @@ class GraftSession(Engine):
         block_tokens: int = 256,
         namespace: str = DEFAULT_NAMESPACE,
         read_workers: int | None = None,
+        device_pages: int | None = None,
+        device_bytes: int | None = None,
+        page_directory: Path | None = None,
+        prefetch: bool = True,
     ) -> None:
         if not isinstance(block_tokens, int) or not 1 <= block_tokens <= 2**16:
             raise InvalidInput(f"block_tokens is {block_tokens}; it must be from 1 to 65536")
@@ -76,6 +89,11 @@ class GraftSession(Engine):
         self.namespace = check_namespace(namespace)
         self.fingerprint: Fingerprint = measure_fingerprint(model, tokenizer, block_tokens)
         self.layout = Layout.of(self.fingerprint)
+        if device_pages is not None or device_bytes is not None:
+            self.paging = Paging(
+                model, self.layout, pages=device_pages, size=device_bytes, directory=page_directory, prefetch=prefetch
+            )
+            self.paging.try_on(model)
         self._watched = watched_settings()
         self._weights = checksum_weights(model)
         workers = read_workers or min(4, os.cpu_count() or 1)
@@ -84,6 +102,8 @@ class GraftSession(Engine):
     def close(self) -> None:
         """Stop the session's threads; the model and the repository stay open."""
         self.reader.close()
+        if self.paging is not None:
+            self.paging.close()
 
     def __enter__(self) -> Self:
         return self

@@ -14,6 +14,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from engine_adapter.cache import RoomyLayer, StateCache, room, take_memory
+from engine_adapter.paged import PagedLayer
 from repo_service.domain.errors import UnsupportedModel
 from repo_service.domain.layout import DTYPE_BYTES, ArrayLayout, LayerGroup, Layout, chunk_split
 from repo_service.domain.schedule import Step, append_step
@@ -162,22 +163,27 @@ class BlockRecorder:
 
 
 class Restored:
-    """Cache layers being filled from stored blocks up to token ``position``, with room for ``tokens``.
+    """Cache layers being filled from stored blocks up to token ``position``, with room for what the cache reserved.
 
     Full and latent layers get every token, sliding layers the last ``window - 1``.
     """
 
-    def __init__(self, layout: Layout, position: int, tokens: int, device: torch.device) -> None:
+    def __init__(self, layout: Layout, position: int, cache: StateCache, device: torch.device) -> None:
         self._position = position
         self._memory: dict[str, Tensor] = {}
+        self._pages: dict[str, tuple[int, list[PagedLayer]]] = {}
         self._first: dict[str, int] = {}
         for group in layout.groups:
             first = 0 if group.window is None else max(0, position - group.window + 1)
-            kept = room(tokens) if group.window is None else position - first
-            for array in group.arrays:
+            kept = room(max(position, cache.reserved)) if group.window is None else position - first
+            layers: list[Any] = [cache.layers[index] for index in group.layers]
+            for row, array in enumerate(group.arrays):
                 name = f"{group.name}/{array.name}"
-                shape = (len(group.layers), 1, array.heads, kept, array.dim)
                 self._first[name] = first
+                if isinstance(layers[0], PagedLayer):
+                    self._pages[name] = row, layers
+                    continue
+                shape = (len(group.layers), 1, array.heads, kept, array.dim)
                 self._memory[name] = take_memory(shape, getattr(torch, array.dtype), device)
 
     def needs(self, name: str, start: int, stop: int) -> bool:
@@ -190,16 +196,24 @@ class Restored:
         begin, end = max(start, first), min(stop, self._position)
         source = chunk[:, :, begin - start : end - start]
         layers, heads = chunk.shape[:2]
+        if name in self._pages:
+            row, paged = self._pages[name]
+            for states, pages in zip(source, paged[layer : layer + layers], strict=True):
+                pages.place(row, head, begin, states)
+            return
         target = self._memory[name][layer : layer + layers, 0, head : head + heads, begin - first : end - first]
         target.copy_(source, non_blocking=True)
 
     def install(self, layout: Layout, cache: StateCache) -> None:
         """Hand the filled tensors to the cache's layers."""
         for group in layout.groups:
-            memory = [self._memory[f"{group.name}/{array.name}"] for array in group.arrays]
+            names = [f"{group.name}/{array.name}" for array in group.arrays]
             for row, index in enumerate(group.layers):
                 layer: Any = cache.layers[index]
-                states = [tensor[row] for tensor in memory]
+                if isinstance(layer, PagedLayer):
+                    layer.adopt(self._position)
+                    continue
+                states = [self._memory[name][row] for name in names]
                 if isinstance(layer, RoomyLayer):
                     layer.adopt(states, self._position)
                     continue

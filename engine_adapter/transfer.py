@@ -68,7 +68,7 @@ class ChunkReader:
         ChunkCorrupt, ChunkNotFound, Unavailable
             The cache is then unchanged.
         """
-        restored = Restored(layout, position, max(position, cache.reserved), self._device)
+        restored = Restored(layout, position, cache, self._device)
         wanted = []
         for record in records:
             for name, digests in record.chunks.items():

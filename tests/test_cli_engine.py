@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,22 @@ def test_a_deposited_text_is_found_and_verified(kvgraft: Kvgraft, deposited: dic
     assert [sample["equal"] for sample in report["samples"]] == [True] * 4
     assert all(block["equal"] for block in report["blocks"])
     assert report["inexact"] == []
+
+
+def test_a_paged_deposit_is_verified_paged_and_resident(
+    kvgraft: Kvgraft, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    paged = ("--attention", "kvgraft_paged_256", "--device-pages", 1)
+    assert kvgraft("deposit", tmp_path / "text", "--tag", "mill", *paged)[0] == 0
+    for pages in ((), ("--device-pages", 2)):
+        code, report = kvgraft("verify", "mill", "--samples", 2, *pages)
+        assert (code, report["exact"]) == (0, True)
+    code, error = kvgraft("deposit", tmp_path / "text", "--device-pages", 2)
+    assert (code, error["code"]) == (errors.USAGE, "invalid_input")
+    assert "paged_attention()" in error["message"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["verify", "mill", "--model", str(model), "--samples", "2", "--device-pages", "2"]) == 0
+    assert "of pages read into" in capsys.readouterr().err
 
 
 def test_inexact_ways_are_measured_and_are_no_failure(kvgraft: Kvgraft, deposited: dict[str, Any]) -> None:

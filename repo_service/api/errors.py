@@ -59,6 +59,7 @@ STATUS: Mapping[str, int] = {
     "weights_changed": 409,
     "inexact_replay": 409,
     "model_unavailable": 409,
+    "page_corrupt": 500,
 }
 
 # Refusals of HTTP itself, which the library has no error for.

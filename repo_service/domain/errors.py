@@ -26,7 +26,8 @@
     │   └── Ambiguous            a shortened artifact id that several artifacts share
     ├── Corrupt                  stored bytes that no longer match their digest (I3)
     │   ├── ChunkCorrupt
-    │   └── DocumentCorrupt      a stored manifest, record, entry or tag
+    │   ├── DocumentCorrupt      a stored manifest, record, entry or tag
+    │   └── PageCorrupt          a page of a running context, kept on the host
     ├── RepositoryError
     │   ├── NotARepository
     │   ├── NewerFormat          a store written by a later format version
@@ -168,6 +169,10 @@ class ChunkCorrupt(Corrupt):
 
 class DocumentCorrupt(Corrupt):
     code = "document_corrupt"
+
+
+class PageCorrupt(Corrupt):
+    code = "page_corrupt"
 
 
 UNREADABLE = (Corrupt, InvalidInput, TooLarge)
