@@ -59,6 +59,8 @@ STATUS: Mapping[str, int] = {
     "weights_changed": 409,
     "inexact_replay": 409,
     "model_unavailable": 409,
+    "path_not_found": 404,
+    "library_empty": 404,
 }
 
 # Refusals of HTTP itself, which the library has no error for.

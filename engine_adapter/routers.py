@@ -1,0 +1,108 @@
+"""Which artifact of a library a question is about: by words, by meaning, or by both."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine_adapter.passages import Passage, PassageIndex
+from repo_service.domain.errors import InvalidInput
+
+_PASSAGES_PER_ROUTE = 20
+_MAX_WORDS = 64
+_STOP_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        a about all also am an and any are as at be been being by can could did do does doing done for from get give had
+        has have having he her his how i if in into is it its just me my no not of on one or our out please say says she
+        should so some tell than that the their them then there these they this those to us was we were what when where
+        which while who whom whose why will with would you your
+        """,
+    )
+)
+
+
+@dataclass(frozen=True)
+class Route:
+    """An artifact that may hold the answer.
+
+    Attributes
+    ----------
+    score
+        Greater is better; comparable with others of one answer only.
+    start, stop
+        Its best passage, in characters of the artifact's text.
+    """
+
+    artifact_id: str
+    score: float
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Routes, best first, and how far the first is to be trusted, from 0 to 1."""
+
+    routes: list[Route]
+    confidence: float
+
+
+class Router(Protocol):
+    """Finds artifacts for a question."""
+
+    def route(self, question: str, limit: int = 5) -> Routing:
+        """At most ``limit`` artifacts."""
+
+
+class LexicalRouter:
+    """By the words of the question: BM25 over passages, stemmed; see `PassageIndex`."""
+
+    def __init__(self, index: PassageIndex) -> None:
+        self._index = index
+
+    def route(self, question: str, limit: int = 5) -> Routing:
+        words = content_words(question)
+        found = self._index.search(words, limit * _PASSAGES_PER_ROUTE)
+        routes = best_of_each(found, limit)
+        if not routes:
+            return Routing([], 0.0)
+        return Routing(routes, self._share(words, found[0]))
+
+    def _share(self, words: Sequence[str], passage: Passage) -> float:
+        """How much of what the question says the passage holds: words count by how rare they are."""
+        total = len(self._index)
+        weights = {word: math.log(1 + total / (0.5 + self._index.passages_with(word))) for word in words}
+        held = sum(weight for word, weight in weights.items() if self._index.holds(passage, word))
+        return held / sum(weights.values())
+
+
+def best_of_each(found: Sequence[Passage], limit: int) -> list[Route]:
+    """Each artifact's best passage, from passages best first."""
+    routes: dict[str, Route] = {}
+    for passage in found:
+        routes.setdefault(passage.artifact_id, Route(passage.artifact_id, passage.score, passage.start, passage.stop))
+    return list(routes.values())[:limit]
+
+
+def content_words(question: str) -> list[str]:
+    """The distinct words of a question, without those that any question has."""
+    words = list(dict.fromkeys(re.findall(r"[^\W_]+", question.lower())))[:_MAX_WORDS]
+    return [word for word in words if word not in _STOP_WORDS] or words
+
+
+def make_router(name: str, index: PassageIndex) -> Router:
+    """A router by its name.
+
+    Raises
+    ------
+    InvalidInput
+        If there is none of that name.
+    """
+    if name == "lexical":
+        return LexicalRouter(index)
+    raise InvalidInput(f"{name!r} is no router; the routers are: lexical", router=name)
