@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ class Answer:
     Attributes
     ----------
     text
-        The answer.
+        The answer, from what was generated.
     artifact_id
         What was grafted; None where the confidence was below the threshold, and the model answered by itself.
     source
@@ -93,7 +94,9 @@ def ask(
     _require_room(library, len(library.prompt.after_document(question)), 0)
     routing = router.route(question)
     routed = time.perf_counter()
-    route = routing.routes[0] if routing.routes and routing.confidence >= threshold else None
+    sure = routing.confidence >= threshold
+    # A router may know of an artifact that was deleted just now.
+    route = next((route for route in routing.routes if sure and route.artifact_id in held), None)
     session = library.session
     if route is None:
         ids = library.prompt.alone(question)
@@ -106,7 +109,7 @@ def ask(
     session.extend(run, ids)
     generation = _generate(library, run, max_new_tokens)
     return Answer(
-        (generation.text or "").strip(),
+        library.prompt.answer(generation.text or ""),
         None if route is None else route.artifact_id,
         None if route is None else source_of(held[route.artifact_id], route),
         threshold,
@@ -121,10 +124,11 @@ def ask(
 
 
 def source_of(held: Held, route: Route) -> Source:
-    """The document that most of a route's passage is of."""
-    part = max(held.parts, key=lambda p: min(route.stop, p.at + p.stop - p.start) - max(route.start, p.at))
+    """The document that a route's passage is of."""
+    number = max(bisect_right(held.beginnings, route.start) - 1, 0)
+    part = held.parts[number]
     start = part.start + max(route.start - part.at, 0)
-    stop = min(part.start + route.stop - part.at, part.stop)
+    stop = min(part.start + max(route.stop - part.at, 0), part.stop)
     return Source(part.source, part.name, start, stop)
 
 

@@ -32,6 +32,8 @@ _BOMS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+# Of all that charset-normalizer knows, rare ones that differ little from these are taken for them.
+_ENCODINGS = ["cp1252", "cp1251", "shift_jis", "euc_jp", "gb18030", "big5", "euc_kr", "koi8_r"]
 # What text never holds: control characters other than white space, backspace, form feed and escape.
 _BINARY = bytes(code for code in range(32) if code not in b"\b\t\n\v\f\r\x1b")
 
@@ -210,7 +212,7 @@ def _decoded(data: bytes) -> str:
         pass
     from charset_normalizer import from_bytes
 
-    best = from_bytes(data[: 2**20]).best()
+    best = from_bytes(data[: 2**20], cp_isolation=_ENCODINGS).best()
     if best is None:
         raise _Unreadable("its encoding is not known")
     return data.decode(best.encoding, errors="replace")

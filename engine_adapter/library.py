@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from engine_adapter.deposit import deposit_in_stages
 from engine_adapter.documents import Document, Documents
 from engine_adapter.engine import Progress
-from engine_adapter.packing import Packed, Packer, Part, Piece, parts_from_annotations, parts_to_annotations
+from engine_adapter.packing import Packed, Packer, Part, Piece, heading, parts_from_annotations, parts_to_annotations
 from engine_adapter.prompt import Prompt
 from repo_service.domain.errors import InvalidInput, LibraryEmpty, NotFound
 from repo_service.domain.repository import Repository, despite_expiry
@@ -37,6 +37,11 @@ class Held:
 
     info: ArtifactInfo
     parts: tuple[Part, ...]
+
+    @property
+    def beginnings(self) -> list[int]:
+        """Where documents begin in the artifact's text, each with its heading."""
+        return [part.at - len(heading(part.name, part.start)) for part in self.parts]
 
 
 @dataclass(frozen=True)

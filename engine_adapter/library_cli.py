@@ -156,7 +156,12 @@ def ask(
     ] = RouterName.LEXICAL,
     threshold: Annotated[
         float,
-        typer.Option("--threshold", help="Below this confidence, from 0 to 1, the model answers without the library."),
+        typer.Option(
+            "--threshold",
+            min=0,
+            max=1,
+            help="Below this confidence, from 0 to 1, the model answers without the library.",
+        ),
     ] = 0.5,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = 64,
     window: Window = None,
@@ -197,12 +202,14 @@ def routed(library: Library, name: RouterName) -> Iterator[Router]:
 
     session = library.session
     repository, namespace = session.repository, session.namespace
-    held = [item.info.id for item in library.artifacts()]
+    held = {item.info.id: item.beginnings for item in library.artifacts()}
     index: PassageIndex = PassageIndex.of(repository.info().repository_id, namespace, session.fingerprint.id)
     try:
         with progress.shown("reading texts"):
             index.update(held, lambda artifact: repository.manifest(artifact, namespace).text or "")
-        yield make_router(name, index)
+        with progress.shown("embedding") as report:
+            router = make_router(name, index, report)
+        yield router
     finally:
         index.close()
 

@@ -55,11 +55,6 @@ class Piece:
     def stop(self) -> int:
         return self.start + len(self.text)
 
-    @property
-    def heading(self) -> str:
-        """The line that stands before a document, or before the rest of one."""
-        return f"# {self.name}{' (continued)' if self.start else ''}\n\n"
-
     def part(self, at: int) -> Part:
         return Part(self.source, self.name, self.digest, self.length, self.start, self.stop, at)
 
@@ -75,6 +70,11 @@ class Packed:
     text: str = field(repr=False)
     token_count: int
     parts: tuple[Part, ...]
+
+
+def heading(name: str, start: int) -> str:
+    """The line that stands before a document, or before the rest of one."""
+    return f"# {name}{' (continued)' if start else ''}\n\n"
 
 
 def passages(text: str, longest: int) -> list[tuple[int, int]]:
@@ -157,7 +157,7 @@ class Packer:
             if taken and listed > _MAX_PARTS_CHARACTERS:
                 break
             measured = self._measured(piece)
-            left -= self._counts([piece.heading + "\n\n"])[0]
+            left -= self._counts([heading(piece.name, piece.start) + "\n\n"])[0]
             fitting = sum(1 for total in accumulate(count for *_, count in measured) if total <= left)
             if fitting < len(measured) and (self._whole or not fitting):
                 if taken:
@@ -200,7 +200,7 @@ def _written(pieces: Sequence[Piece]) -> tuple[str, tuple[Part, ...]]:
     text = ""
     parts = []
     for piece in pieces:
-        text += ("\n\n" if text else "") + piece.heading
+        text += ("\n\n" if text else "") + heading(piece.name, piece.start)
         parts.append(piece.part(len(text)))
         text += piece.text
     return text, tuple(parts)

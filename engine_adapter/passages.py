@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from engine_adapter.packing import passages
@@ -93,19 +94,26 @@ class PassageIndex:
     def close(self) -> None:
         self._connection.close()
 
-    def update(self, artifact_ids: Sequence[str], read_text: Callable[[str], str]) -> None:
-        """Hold the passages of these artifacts and of no others; the texts of new ones are read."""
+    def update(self, artifacts: Mapping[str, Sequence[int]], read_text: Callable[[str], str]) -> None:
+        """Hold the passages of these artifacts and of no others.
+
+        Parameters
+        ----------
+        artifacts
+            By their ids, where documents begin in their texts: no passage is of two documents.
+        read_text
+            Gives an artifact's text; called for those that are new.
+        """
         held = {digest for (digest,) in self._connection.execute("SELECT digest FROM artifacts")}
-        wanted = set(artifact_ids)
-        for digest in held - wanted:
+        for digest in held - artifacts.keys():
             with self._transaction():
                 self._remove(digest)
-        for digest in artifact_ids:
+        for digest, beginnings in artifacts.items():
             if digest not in held:
                 text = read_text(digest)
                 with self._transaction():
                     self._remove(digest)
-                    self._insert(digest, text)
+                    self._insert(digest, text, beginnings)
 
     def search(self, words: Sequence[str], limit: int) -> list[Passage]:
         """The passages that hold the words best, by BM25."""
@@ -132,6 +140,43 @@ class PassageIndex:
         )
         return found.fetchone() is not None
 
+    def bare_count(self) -> int:
+        """How many passages have no embedding."""
+        return int(self._connection.execute("SELECT count(*) FROM passages WHERE embedding IS NULL").fetchone()[0])
+
+    def bare(self, limit: int) -> list[tuple[int, str]]:
+        """Numbers and texts of passages without an embedding."""
+        return self._connection.execute(
+            "SELECT p.id, w.text FROM passages AS p JOIN words AS w ON w.rowid = p.id WHERE p.embedding IS NULL LIMIT ?",
+            (limit,),
+        ).fetchall()
+
+    def embed(self, embeddings: Sequence[tuple[int, bytes]]) -> None:
+        """Keep embeddings of passages, by their numbers."""
+        with self._transaction():
+            self._connection.executemany(
+                "UPDATE passages SET embedding = ? WHERE id = ?", [(data, number) for number, data in embeddings]
+            )
+
+    def embeddings(self, at_once: int) -> Iterator[list[tuple[int, bytes]]]:
+        """All embeddings, so many at once."""
+        cursor = self._connection.execute("SELECT id, embedding FROM passages WHERE embedding IS NOT NULL")
+        while rows := cursor.fetchmany(at_once):
+            yield rows
+
+    def passages(self, scores: Mapping[int, float]) -> list[Passage]:
+        """Passages by their numbers, with scores from elsewhere, best first."""
+        found = []
+        for number in sorted(scores, key=lambda number: -scores[number]):
+            row = self._connection.execute(
+                "SELECT a.digest, p.start, p.stop FROM passages AS p JOIN artifacts AS a ON a.id = p.artifact WHERE p.id = ?",
+                (number,),
+            ).fetchone()
+            if row is not None:
+                artifact_id, start, stop = row
+                found.append(Passage(number, artifact_id, start, stop, scores[number]))
+        return found
+
     def __len__(self) -> int:
         return int(self._connection.execute("SELECT count(*) FROM passages").fetchone()[0])
 
@@ -152,9 +197,15 @@ class PassageIndex:
             elif version != _VERSION:
                 raise sqlite3.DatabaseError(f"version {version}")
 
-    def _insert(self, digest: str, text: str) -> None:
+    def _insert(self, digest: str, text: str, beginnings: Sequence[int]) -> None:
         artifact = self._connection.execute("INSERT INTO artifacts (digest) VALUES (?)", (digest,)).lastrowid
-        for start, stop in passages(text, _PASSAGE_CHARACTERS):
+        edges = sorted({0, *beginnings, len(text)})
+        spans = [
+            (begin + start, begin + stop)
+            for begin, end in pairwise(edges)
+            for start, stop in passages(text[begin:end], _PASSAGE_CHARACTERS)
+        ]
+        for start, stop in spans:
             number = self._connection.execute(
                 "INSERT INTO passages (artifact, start, stop) VALUES (?, ?, ?)", (artifact, start, stop)
             ).lastrowid

@@ -47,12 +47,18 @@ class Prompt:
 
     def after_document(self, question: str) -> list[int]:
         """Token ids of a question that follows a document."""
-        return self._ids(f"\n\nQuestion: {question}{self.ending}", begins=False)
+        return self._ids(f"\n\n{self._asked(question)}{self.ending}", begins=False)
 
     def alone(self, question: str) -> list[int]:
         """Token ids of a question without a document."""
-        asked = question if self.chat else f"Question: {question}"
-        return self._ids(f"{self.opening}{asked}{self.ending}", begins=True)
+        return self._ids(f"{self.opening}{self._asked(question)}{self.ending}", begins=True)
+
+    def answer(self, generated: str) -> str:
+        """What of generated text answers: a model without a chat template goes on to questions of its own."""
+        return (generated if self.chat else generated.partition("\nQuestion:")[0]).strip()
+
+    def _asked(self, question: str) -> str:
+        return question if self.chat else f"Question: {question}"
 
     def _ids(self, text: str, *, begins: bool) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=begins and not self.chat))

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine_adapter.passages import Passage, PassageIndex
 from repo_service.domain.errors import InvalidInput
 
-_PASSAGES_PER_ROUTE = 20
+PASSAGES_PER_ROUTE = 20
+"""Passages to look at for each artifact wanted, since an artifact may have several of the best."""
+
+ROUTERS = ("lexical", "dense", "both")
+
 _MAX_WORDS = 64
+_RANKED = 20
+_RANK_OFFSET = 60
 _STOP_WORDS = frozenset(
     re.findall(
         r"\w+",
@@ -67,7 +73,7 @@ class LexicalRouter:
 
     def route(self, question: str, limit: int = 5) -> Routing:
         words = content_words(question)
-        found = self._index.search(words, limit * _PASSAGES_PER_ROUTE)
+        found = self._index.search(words, limit * PASSAGES_PER_ROUTE)
         routes = best_of_each(found, limit)
         if not routes:
             return Routing([], 0.0)
@@ -81,6 +87,28 @@ class LexicalRouter:
         return held / sum(weights.values())
 
 
+class CombinedRouter:
+    """By the ranks that several routers give an artifact (reciprocal rank fusion, Cormack et al. 2009).
+
+    Its confidence is the mean of theirs, each in what is then the first artifact's favour only if it chose that one too.
+    """
+
+    def __init__(self, routers: Sequence[Router]) -> None:
+        self._routers = routers
+
+    def route(self, question: str, limit: int = 5) -> Routing:
+        routings = [router.route(question, max(limit, _RANKED)) for router in self._routers]
+        scores: dict[str, float] = {}
+        routes: dict[str, Route] = {}
+        for routing in routings:
+            for rank, route in enumerate(routing.routes, 1):
+                scores[route.artifact_id] = scores.get(route.artifact_id, 0.0) + 1 / (_RANK_OFFSET + rank)
+                routes.setdefault(route.artifact_id, route)
+        best = sorted(scores, key=lambda artifact: -scores[artifact])[:limit]
+        confidence = sum(routing.confidence for routing in routings) / len(routings)
+        return Routing([replace(routes[artifact], score=scores[artifact]) for artifact in best], confidence)
+
+
 def best_of_each(found: Sequence[Passage], limit: int) -> list[Route]:
     """Each artifact's best passage, from passages best first."""
     routes: dict[str, Route] = {}
@@ -91,18 +119,31 @@ def best_of_each(found: Sequence[Passage], limit: int) -> list[Route]:
 
 def content_words(question: str) -> list[str]:
     """The distinct words of a question, without those that any question has."""
-    words = list(dict.fromkeys(re.findall(r"[^\W_]+", question.lower())))[:_MAX_WORDS]
+    words = list(dict.fromkeys(re.findall(r"\w+", question.lower())))[:_MAX_WORDS]
     return [word for word in words if word not in _STOP_WORDS] or words
 
 
-def make_router(name: str, index: PassageIndex) -> Router:
-    """A router by its name.
+def make_router(name: str, index: PassageIndex, progress: Callable[[str, int, int], None] | None = None) -> Router:
+    """A router by its name: lexical, dense, or both.
+
+    Parameters
+    ----------
+    progress
+        Told how many passages are embedded, for dense.
 
     Raises
     ------
     InvalidInput
         If there is none of that name.
+    ModelUnavailable
+        If the encoder can't be had.
     """
+    if name not in ROUTERS:
+        raise InvalidInput(f"{name[:100]!r} is no router; the routers are: {', '.join(ROUTERS)}", router=name[:100])
     if name == "lexical":
         return LexicalRouter(index)
-    raise InvalidInput(f"{name!r} is no router; the routers are: lexical", router=name)
+    from engine_adapter.dense import DenseRouter
+    from engine_adapter.embeddings import Encoder, fetch_encoder
+
+    dense = DenseRouter(index, Encoder(fetch_encoder()), progress)
+    return dense if name == "dense" else CombinedRouter([LexicalRouter(index), dense])
