@@ -1,6 +1,6 @@
 """Documents under paths: text, Markdown, code and the text of PDFs, and a reason for each file that is left out.
 
-Needs ``pip install 'kvgraft[library]'``: pathspec for ``.gitignore``, charset-normalizer for old encodings,
+Needs ``pip install 'kvgraft[engine,library]'``: pathspec for ``.gitignore``, charset-normalizer for old encodings,
 pypdf for PDFs.
 """
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -295,14 +296,11 @@ def _print_answer(answer: Answer, show_route: bool) -> None:
 
 
 def _require_readers() -> None:
-    try:
-        import charset_normalizer  # noqa: F401
-        import pathspec  # noqa: F401
-        import pypdf  # noqa: F401
-    except ImportError as error:
-        raise errors.CommandFailed(
-            "readers_missing",
-            f"this command needs readers of documents, and {error.name or error} can't be imported: "
-            "pip install 'kvgraft[library]'",
-            errors.MISSING,
-        ) from None
+    for name in ("charset_normalizer", "pathspec", "pypdf"):
+        if find_spec(name) is None:
+            raise errors.CommandFailed(
+                "readers_missing",
+                f"this command needs readers of documents, and {name} is not installed: "
+                "pip install 'kvgraft[engine,library]'",
+                errors.MISSING,
+            )
