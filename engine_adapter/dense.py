@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _COMPARED_AT_ONCE = 2**14
 # What is embedded is kept after so many passages.
 _EMBEDDED_AT_ONCE = 64
-# Where a cosine is as often right as wrong, and how fast that changes: docs/decisions/0024.
-_EVEN_COSINE = 0.42
+# Between the best cosines of questions that a library answers and of those it does not: docs/past-the-window.md.
+_EVEN_COSINE = 0.34
 _COSINE_WIDTH = 0.05
 
 

@@ -90,7 +90,7 @@ class LexicalRouter:
 class CombinedRouter:
     """By the ranks that several routers give an artifact (reciprocal rank fusion, Cormack et al. 2009).
 
-    Its confidence is the mean of theirs, each in what is then the first artifact's favour only if it chose that one too.
+    Its confidence is the mean of theirs.
     """
 
     def __init__(self, routers: Sequence[Router]) -> None:

@@ -162,7 +162,7 @@ def test_meaning_finds_what_words_do_not(
     counted: list[tuple[int, int]] = []
     dense = make_router("dense", index, lambda _, done, total: counted.append((done, total)))
     assert counted == [(4, 4)]
-    question = "How much do I have to spend to leave my automobile somewhere?"
+    question = "What is the price of keeping my automobile there?"
     assert LexicalRouter(index).route(question).routes == []
     assert dense.route(question).routes[0].artifact_id == "fees"
     for asked, expected in QUESTIONS.items():
