@@ -79,7 +79,7 @@ def ask(
     Raises
     ------
     LibraryEmpty, FingerprintMismatch
-        As `Library.artifacts`.
+        If the router finds nothing, as `Library.artifacts`; and where an artifact's fingerprint is another.
     ContextTooLong
         If the question does not fit behind the artifact.
     InvalidInput
@@ -90,28 +90,31 @@ def ask(
     if not question.strip():
         raise InvalidInput("the question is empty")
     began = time.perf_counter()
-    held = {item.info.id: item for item in library.artifacts()}
     _require_room(library, len(library.prompt.after_document(question)), 0)
     routing = router.route(question)
-    routed = time.perf_counter()
-    sure = routing.confidence >= threshold
+    if not routing.routes:
+        library.artifacts()
     # A router may know of an artifact that was deleted just now.
-    route = next((route for route in routing.routes if sure and route.artifact_id in held), None)
+    candidates = (library.held(route.artifact_id) for route in routing.routes if routing.confidence >= threshold)
+    held = next((held for held in candidates if held is not None), None)
+    routed = time.perf_counter()
     session = library.session
-    if route is None:
+    source: Source | None = None
+    if held is None:
         ids = library.prompt.alone(question)
         run, grafted = session.new_run(), routed
     else:
         ids = library.prompt.after_document(question)
-        _require_room(library, len(ids), held[route.artifact_id].info.token_count)
-        run = session.graft(route.artifact_id)
+        _require_room(library, len(ids), held.info.token_count)
+        source = source_of(held, next(route for route in routing.routes if route.artifact_id == held.info.id))
+        run = session.graft(held.info.id)
         grafted = time.perf_counter()
     session.extend(run, ids)
     generation = _generate(library, run, max_new_tokens)
     return Answer(
         library.prompt.answer(generation.text or ""),
-        None if route is None else route.artifact_id,
-        None if route is None else source_of(held[route.artifact_id], route),
+        None if held is None else held.info.id,
+        source,
         threshold,
         routing,
         run.grafted_tokens,

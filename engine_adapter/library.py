@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from engine_adapter.deposit import deposit_in_stages
@@ -148,6 +149,14 @@ class Library:
             )
         return found
 
+    def held(self, artifact_id: str) -> Held | None:
+        """One artifact of the library, or None if it is not there."""
+        try:
+            info = self.session.repository.artifact(artifact_id, self.session.namespace)
+        except NotFound:
+            return None
+        return Held(info, parts_from_annotations(info.annotations))
+
     def plan(self, read: Documents, *, whole: bool = False) -> Plan:
         """Compare what is held with what was read under some paths, and pack what is missing.
 
@@ -173,15 +182,14 @@ class Library:
         covered: dict[str, list[tuple[int, int]]] = {}
         for part in (part for held in kept for part in held.parts):
             covered.setdefault(part.digest, []).append((part.start, part.stop))
-        pieces = [piece for held in replaced for piece in self._from_elsewhere(held, read.roots)]
-        unique = {document.digest: document for document in reversed(read.documents)}
-        for document in read.documents:
-            if unique[document.digest] is document:
-                length = len(document.text)
-                piece = Piece(document.source, document.name, document.digest, length, 0, document.text)
-                pieces += [piece.cut(*gap) for gap in _gaps(covered.get(document.digest, ()), length)]
+        pieces: list[Piece] = []
+        for piece in chain(self._from_elsewhere(replaced, read.roots), map(_piece, read.documents)):
+            spans = covered.setdefault(piece.digest, [])
+            pieces += [piece.cut(*gap) for gap in _gaps(spans, piece.start, piece.stop)]
+            spans.append((piece.start, piece.stop))
+        duplicates = len(read.documents) - len({document.digest for document in read.documents})
         packer = Packer(self.prompt.document, self._counts, self.room, whole)
-        return Plan(kept, replaced, list(packer.pack(pieces)), len(read.documents) - len(unique))
+        return Plan(kept, replaced, list(packer.pack(pieces)), duplicates)
 
     def add(self, plan: Plan, *, stage_tokens: int = DEFAULT_STAGE_TOKENS, progress: Progress | None = None) -> Added:
         """Compute and publish what a plan packed; then delete what it replaces.
@@ -206,14 +214,15 @@ class Library:
             self._delete(stage.id)
         return Added(made, len(plan.kept), len(plan.replaced), plan.duplicates, total)
 
-    def _from_elsewhere(self, held: Held, roots: Sequence[str]) -> Iterator[Piece]:
-        """What an artifact that is replaced holds of documents that were not read now."""
-        parts = [part for part in held.parts if not _under(part.source, roots)]
-        if parts:
-            text = self.session.repository.manifest(held.info.id, self.session.namespace).text or ""
-            for part in parts:
-                stretch = text[part.at : part.at + part.stop - part.start]
-                yield Piece(part.source, part.name, part.digest, part.length, part.start, stretch)
+    def _from_elsewhere(self, replaced: Iterable[Held], roots: Sequence[str]) -> Iterator[Piece]:
+        """What artifacts that are replaced hold of documents that were not read now."""
+        for held in replaced:
+            parts = [part for part in held.parts if not _under(part.source, roots)]
+            if parts:
+                text = self.session.repository.manifest(held.info.id, self.session.namespace).text or ""
+                for part in parts:
+                    stretch = text[part.at : part.at + part.stop - part.start]
+                    yield Piece(part.source, part.name, part.digest, part.length, part.start, stretch)
 
     def _make(self, packed: Packed, every: int, progress: Progress | None) -> ArtifactInfo:
         return deposit_in_stages(
@@ -263,15 +272,18 @@ def _current(part: Part, read: Documents, wanted: dict[str, Document], whole: bo
     return document is not None and document.digest == part.digest and not (whole and cut)
 
 
-def _gaps(spans: Iterable[tuple[int, int]], length: int) -> Iterator[tuple[int, int]]:
-    """What spans leave out of ``[0, length)``."""
-    position = 0
-    for start, stop in sorted(spans):
-        if start > position:
-            yield position, start
-        position = max(position, stop)
-    if position < length:
-        yield position, length
+def _piece(document: Document) -> Piece:
+    return Piece(document.source, document.name, document.digest, len(document.text), 0, document.text)
+
+
+def _gaps(spans: Iterable[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """What spans leave out of ``[start, stop)``."""
+    for begin, end in sorted(spans):
+        if start < min(begin, stop):
+            yield start, min(begin, stop)
+        start = max(start, end)
+    if start < stop:
+        yield start, stop
 
 
 def _shifted(progress: Progress, done: int, total: int) -> Callable[[str, int, int], None]:

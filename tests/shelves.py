@@ -34,9 +34,15 @@ def read(*paths: Path) -> Documents:
 
 @contextmanager
 def library_in(
-    repository: Repository, *, seed: int = 0, window: int = 512, reserve: int = 128, namespace: str = "default"
+    repository: Repository,
+    *,
+    family: str = "llama",
+    seed: int = 0,
+    window: int = 512,
+    reserve: int = 128,
+    namespace: str = "default",
 ) -> Iterator[Library]:
     """The library of a model of random weights."""
-    model = families.build("llama", torch.float32, "eager", seed)
+    model = families.build(family, torch.float32, "eager", seed)
     with GraftSession(model, families.tiny_tokenizer(), repository, block_tokens=BLOCK, namespace=namespace) as session:
         yield Library(session, window=window, reserve=reserve)

@@ -70,13 +70,20 @@ def fresh(library: Library, artifact: str, question: str, count: int) -> list[st
     return digests
 
 
-def test_i1_every_answer_is_bit_equal_to_a_fresh_run_on_its_artifact(library: Library) -> None:
-    for held in library.artifacts():
-        answer = ask(library, To(held.info.id), QUESTION, max_new_tokens=4)
-        assert answer.artifact_id == held.info.id
-        assert answer.grafted_tokens == held.info.token_count
-        assert answer.generation.run.computed_tokens < 64
-        assert answer.generation.logits_sha256 == fresh(library, held.info.id, QUESTION, 4)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_i1_every_answer_is_bit_equal_to_a_fresh_run_on_its_artifact(
+    store: Repository, tmp_path: Path, family: str
+) -> None:
+    with library_in(store, family=family) as library:
+        library.add(library.plan(read(write_documents(tmp_path / "docs", 3))), stage_tokens=64)
+        assert len(library.artifacts()) > 2
+        for held in library.artifacts():
+            answer = ask(library, To(held.info.id), QUESTION, max_new_tokens=4)
+            assert answer.artifact_id == held.info.id
+            assert answer.grafted_tokens == held.info.token_count
+            assert answer.generation.run.computed_tokens < 64
+            digests = answer.generation.logits_sha256
+            assert digests == fresh(library, held.info.id, QUESTION, len(digests))
 
 
 def test_the_source_is_where_the_passage_is(library: Library, tmp_path: Path) -> None:
@@ -139,7 +146,7 @@ def test_an_answer_ends_at_the_window(library: Library) -> None:
 
 def test_an_empty_library_is_an_error(store: Repository) -> None:
     with library_in(store) as library, pytest.raises(LibraryEmpty):
-        ask(library, To("x"), QUESTION)
+        ask(library, LexicalRouter(PassageIndex(None)), QUESTION)
 
 
 def test_documents_stand_in_the_first_turn_of_a_chat() -> None:
@@ -233,6 +240,15 @@ def test_the_command_refuses_bad_input(kvgraft: Kvgraft, tmp_path: Path) -> None
     code, error = kvgraft("ask", QUESTION, "--block-tokens", 64)
     assert (code, error["code"]) == (errors.MISMATCH, "fingerprint_mismatch")
     assert error["details"]["fields"]
+
+
+def test_without_the_readers_the_command_says_what_to_install(
+    kvgraft: Kvgraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_adapter.library_cli.find_spec", lambda name: None if name == "pypdf" else name)
+    code, error = kvgraft("library", "add", tmp_path)
+    assert (code, error["code"]) == (errors.MISSING, "readers_missing")
+    assert "pypdf" in error["message"]
 
 
 def test_smollm2_answers_from_its_library(store: Repository, tmp_path: Path) -> None:

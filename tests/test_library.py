@@ -118,7 +118,7 @@ def test_a_second_add_of_the_same_paths_computes_and_changes_nothing(
         assert (len(made) > 2, kept, replaced) == (True, 0, 0)
         assert all(library.room - 100 < held.info.token_count <= library.room for held in library.artifacts()[:-1])
         monkeypatch.setattr(library.session, "call", lambda *_: pytest.fail("computed again"))
-        os.chdir(tmp_path / "docs")
+        monkeypatch.chdir(folder)
         assert add(library, folder) == ([], len(made), 0)
         assert list(_of_kind(store, "default", None, STAGE)) == []
 
@@ -156,6 +156,22 @@ def test_what_was_removed_goes_and_what_other_paths_gave_stays(store: Repository
         assert held_names(library) == {made[0]: {"a/0-mill.txt", "b/1-ferry.txt"}}
         text = store.manifest(made[0], "default").text or ""
         assert text.count("mill of ward 0") == 3
+
+
+def test_an_add_that_was_killed_before_it_deleted_what_it_replaced_repeats_nothing(
+    store: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = write_documents(tmp_path / "a", 1, 3), write_documents(tmp_path / "b", 2, 4)
+    with library_in(store) as library:
+        add(library, first, second)
+        (second / "0-mill.txt").write_text("Nothing is left of the mill.\n")
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "_delete", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                add(library, second)
+        assert len(library.artifacts()) == 2
+        assert add(library, second) == ([], 1, 1)
+        assert list(held_names(library).values()) == [{"a/0-mill.txt", "b/0-mill.txt", "b/1-ferry.txt"}]
 
 
 def test_equal_documents_are_held_once(store: Repository, tmp_path: Path) -> None:
