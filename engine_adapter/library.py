@@ -17,7 +17,7 @@ from engine_adapter.documents import Document, Documents
 from engine_adapter.engine import Progress
 from engine_adapter.packing import Packed, Packer, Part, Piece, heading, parts_from_annotations, parts_to_annotations
 from engine_adapter.prompt import Prompt
-from repo_service.domain.errors import InvalidInput, LibraryEmpty, NotFound
+from repo_service.domain.errors import AccessDenied, InvalidInput, LibraryEmpty, NotFound
 from repo_service.domain.repository import Repository, despite_expiry
 from repo_service.domain.views import ArtifactInfo, ArtifactQuery
 
@@ -198,6 +198,11 @@ class Library:
         ----------
         stage_tokens
             At most so many tokens are computed again after an interruption.
+
+        Raises
+        ------
+        AccessDenied
+            If artifacts are to be replaced and this token may not delete; what was computed is published by then.
         """
         session = self.session
         every = max(stage_tokens // session.block_tokens, 1) * session.block_tokens
@@ -208,10 +213,11 @@ class Library:
             report = None if progress is None else _shifted(progress, done, total)
             made.append(despite_expiry(lambda packed=packed, report=report: self._make(packed, every, report)))  # type: ignore[misc]
             done += packed.token_count
+        for stage in _of_kind(session.repository, session.namespace, session.fingerprint.id, STAGE):
+            with suppress(AccessDenied):
+                self._delete(stage.id)
         for held in plan.replaced:
             self._delete(held.info.id)
-        for stage in _of_kind(session.repository, session.namespace, session.fingerprint.id, STAGE):
-            self._delete(stage.id)
         return Added(made, len(plan.kept), len(plan.replaced), plan.duplicates, total)
 
     def _from_elsewhere(self, replaced: Iterable[Held], roots: Sequence[str]) -> Iterator[Piece]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from serving import served
 from shelves import BLOCK, library_in, read, write_documents
 
 from engine_adapter.library import STAGE, Library, _of_kind, library_artifacts
@@ -22,7 +23,8 @@ from engine_adapter.packing import Packer, Piece, heading, parts_from_annotation
 from engine_adapter.run import Run
 from repo_service.cli.main import main
 from repo_service.client import open_repository
-from repo_service.domain.errors import ContextTooLong, FingerprintMismatch, InvalidInput, LibraryEmpty
+from repo_service.domain.access import Scope
+from repo_service.domain.errors import AccessDenied, ContextTooLong, FingerprintMismatch, InvalidInput, LibraryEmpty
 from repo_service.domain.repository import Repository
 
 Words = st.lists(st.sampled_from(["mill", "wheel", "a", "tide.\n", "grain\n\n", "x" * 300]), max_size=400).map(" ".join)
@@ -172,6 +174,27 @@ def test_an_add_that_was_killed_before_it_deleted_what_it_replaced_repeats_nothi
         assert len(library.artifacts()) == 2
         assert add(library, second) == ([], 1, 1)
         assert list(held_names(library).values()) == [{"a/0-mill.txt", "b/0-mill.txt", "b/1-ferry.txt"}]
+
+
+def test_a_token_that_may_not_delete_makes_a_library_and_is_refused_to_replace_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_documents(tmp_path / "docs", 1, 20)
+    monkeypatch.setenv("KVGRAFT_AUTH", "tokens")
+    url = (tmp_path / "repository").as_uri()
+    with open_repository(url) as own:
+        token = own.create_access_token(Scope.WRITE, ["default"]).token
+    with served(url) as address, open_repository(address, token) as store, library_in(store) as library:
+        assert add(library, folder)[1:] == (0, 0)
+        assert len(list(_of_kind(store, "default", None, STAGE))) > 0
+        (folder / "0-mill.txt").write_text("Nothing is left of the mill.\n")
+        with pytest.raises(AccessDenied):
+            add(library, folder)
+    with open_repository(url) as own, library_in(own) as library:
+        made, kept, replaced = add(library, folder)
+        assert (made, kept) == ([], 1)
+        assert replaced > 0
+        assert list(_of_kind(own, "default", None, STAGE)) == []
 
 
 def test_equal_documents_are_held_once(store: Repository, tmp_path: Path) -> None:
