@@ -17,6 +17,7 @@ PASSAGES_PER_ROUTE = 20
 ROUTERS = ("lexical", "dense", "both")
 
 _MAX_WORDS = 64
+_COMMON = 1000
 _RANKED = 20
 _RANK_OFFSET = 60
 _STOP_WORDS = frozenset(
@@ -72,19 +73,16 @@ class LexicalRouter:
         self._index = index
 
     def route(self, question: str, limit: int = 5) -> Routing:
-        words = content_words(question)
-        found = self._index.search(words, limit * PASSAGES_PER_ROUTE)
-        routes = best_of_each(found, limit)
-        if not routes:
-            return Routing([], 0.0)
-        return Routing(routes, self._share(words, found[0]))
-
-    def _share(self, words: Sequence[str], passage: Passage) -> float:
-        """How much of what the question says the passage holds: words count by how rare they are."""
         total = len(self._index)
-        weights = {word: math.log(1 + total / (0.5 + self._index.passages_with(word))) for word in words}
-        held = sum(weight for word, weight in weights.items() if self._index.holds(passage, word))
-        return held / sum(weights.values())
+        counts = {word: self._index.passages_with(word) for word in content_words(question)}
+        # BM25 gives words that many passages have next to nothing, and they cost the most.
+        telling = [word for word, count in counts.items() if count <= max(_COMMON, total // 4)]
+        found = self._index.search(telling or list(counts), limit * PASSAGES_PER_ROUTE)
+        if not found:
+            return Routing([], 0.0)
+        weights = {word: math.log(1 + total / (0.5 + count)) for word, count in counts.items()}
+        held = sum(weight for word, weight in weights.items() if self._index.holds(found[0], word))
+        return Routing(best_of_each(found, limit), held / sum(weights.values()))
 
 
 class CombinedRouter:
