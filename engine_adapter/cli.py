@@ -70,6 +70,9 @@ def register(app: typer.Typer) -> None:
     app.command("verify", epilog="\b\nExample: kvgraft verify handbook --model smollm2")(verify)
     app.command("demo", epilog="\b\nExample: kvgraft demo --json")(demo)
     app.command("demo-reader", hidden=True)(demo_reader)
+    from engine_adapter import library_cli
+
+    library_cli.register(app)
 
 
 def deposit(
@@ -102,11 +105,11 @@ def deposit(
             "--index-text publishes the text of FILE: it excludes --text, --tokens-file and --private-tokens"
         )
     annotations = pairs(annotation, "--annotation")
-    _require_engine()
+    require_engine()
     source: str | list[int] = inputs.read_text(file) if file is not None else inputs.read_tokens(tokens_file or "-")
     with (
         open_named(repo, token, create=True, cached=True) as repository,
-        _session(repository, namespace, model, dtype, attention, device, block_tokens, device_pages) as session,
+        engine_session(repository, namespace, model, dtype, attention, device, block_tokens, device_pages) as session,
         _shown("computing", session) as report,
     ):
         tokens = session.encode(_cut(source, max_tokens, session))
@@ -150,7 +153,7 @@ def match(
     source: str | list[int] = text if text is not None else tokens or inputs.read_tokens(tokens_file or "-")
     with open_named(repo, token) as repository:
         if model is not None:
-            with _session(repository, namespace, model, dtype, attention, device, block_tokens) as session:
+            with engine_session(repository, namespace, model, dtype, attention, device, block_tokens) as session:
                 ids, fingerprint = session.encode(source), session.fingerprint.id
         else:
             ids = list(source)  # type: ignore[arg-type]
@@ -210,7 +213,10 @@ def verify(
                 device_pages,
             )
             tokens = None if tokens_file is None else inputs.read_tokens(tokens_file)
-            with _session(repository, namespace, model, *settings) as session, _shown("replaying", session) as report:
+            with (
+                engine_session(repository, namespace, model, *settings) as session,
+                _shown("replaying", session) as report,
+            ):
                 result = session.verify(manifest.id, samples, tokens=tokens, inexact=inexact, progress=report)
             exact = result.exact
             if as_json:
@@ -236,7 +242,7 @@ def demo(
     One process deposits the text at a service, another pulls the artifact, grafts it and answers a question
     about the text, then computes everything afresh. Exits with 0 only if both gave the same bits.
     """
-    _require_engine()
+    require_engine()
     from engine_adapter.demo import print_side_by_side, run_demo
 
     result = run_demo(model, dtype, tokens, samples, keep, progress.say)
@@ -282,7 +288,7 @@ def load_model(name: str, dtype: str, attention: str, device: str | None) -> tup
     ModelUnavailable
         If there is no such model, or it can't be loaded.
     """
-    _require_engine()
+    require_engine()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -303,8 +309,13 @@ def load_model(name: str, dtype: str, attention: str, device: str | None) -> tup
         ) from None
 
 
-def _require_engine() -> None:
-    """Import the engine, whose own bars and warnings would come between a command's."""
+def require_engine() -> None:
+    """Import the engine, whose own bars and warnings would come between a command's.
+
+    Raises
+    ------
+    CommandFailed
+    """
     try:
         import torch  # noqa: F401
         from transformers.utils import logging
@@ -319,7 +330,7 @@ def _require_engine() -> None:
 
 
 @contextmanager
-def _session(
+def engine_session(
     repository: Repository,
     namespace: str,
     model: str,
@@ -329,6 +340,7 @@ def _session(
     block_tokens: int,
     device_pages: int | None = None,
 ) -> Iterator[GraftSession]:
+    """A session on a model by its name; arguments as of `load_model` and `GraftSession`."""
     with progress.shown(f"loading {model}"):
         loaded, tokenizer = load_model(model, dtype, attention, device)
         from engine_adapter.session import GraftSession

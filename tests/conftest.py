@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nothing is read from a cache that another test, or whoever runs the tests, has filled.
 os.environ["KVGRAFT_CACHE_DIR"] = "off"
+os.environ["KVGRAFT_ROUTER_DIR"] = "off"
 # Tiny models run several times faster on one thread than on two; real ones ask for more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

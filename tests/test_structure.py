@@ -42,6 +42,7 @@ LAYERS = {
     # The commands that need an engine are part of the CLI in all but their place.
     "engine_adapter.cli": {"engine_adapter", "repo_service.cli", "repo_service.client", "repo_service.domain"},
     "engine_adapter.demo": {"engine_adapter", "repo_service.cli", "repo_service.client", "repo_service.domain"},
+    "engine_adapter.library_cli": {"engine_adapter", "repo_service.cli", "repo_service.client", "repo_service.domain"},
     "migrations": {"repo_service.index"},
 }
 
@@ -49,17 +50,20 @@ LAYERS = {
 HOMES = {
     "alembic": {"repo_service.index", "migrations"},
     "anyio": {"repo_service.api"},
+    "charset_normalizer": {"engine_adapter.documents"},
     "fastapi": {"repo_service.api"},
     "numcodecs": {"repo_service.domain.frame"},
     "numpy": set(),
     "opentelemetry": {"repo_service.api"},
+    "pathspec": {"engine_adapter.documents"},
     "prometheus_client": {"repo_service.api"},
+    "pypdf": {"engine_adapter.documents"},
     "rich": {"repo_service.cli"},
     "sqlalchemy": {"repo_service.index", "migrations"},
     "starlette": {"repo_service.api"},
     "torch": {"engine_adapter"},
     "transformers": {"engine_adapter"},
-    "typer": {"repo_service.cli", "engine_adapter.cli"},
+    "typer": {"repo_service.cli", "engine_adapter.cli", "engine_adapter.library_cli"},
     "urllib3": set(),
     "uvicorn": {"repo_service.api"},
     "zarr": {"repo_service.client"},

@@ -60,6 +60,8 @@ STATUS: Mapping[str, int] = {
     "inexact_replay": 409,
     "model_unavailable": 409,
     "page_corrupt": 500,
+    "path_not_found": 404,
+    "library_empty": 404,
 }
 
 # Refusals of HTTP itself, which the library has no error for.

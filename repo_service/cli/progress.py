@@ -25,10 +25,18 @@ def shown(task: str) -> Iterator[Report]:
         yield lambda *_: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    # A step of a model may take many seconds, so the rate is that of the last ten minutes.
+    with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=600) as bars:
         first = bars.add_task(task, total=None, amount="")
         rows: dict[str, TaskID] = {}
 

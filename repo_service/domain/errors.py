@@ -19,7 +19,9 @@
     │   ├── TagNotFound
     │   ├── PushNotFound
     │   ├── ChunkNotFound        a chunk that the artifact does not hold
-    │   └── TokenNotFound        an access token
+    │   ├── TokenNotFound        an access token
+    │   ├── PathNotFound         a file or folder that a library is to be made of
+    │   └── LibraryEmpty         a question to a library that holds nothing
     ├── Conflict
     │   ├── Divergence           other bytes under an existing block key (I2)
     │   ├── ChunksMissing        a commit before every chunk has arrived
@@ -141,6 +143,14 @@ class ChunkNotFound(NotFound):
 
 class TokenNotFound(NotFound):
     code = "token_not_found"
+
+
+class PathNotFound(NotFound):
+    code = "path_not_found"
+
+
+class LibraryEmpty(NotFound):
+    code = "library_empty"
 
 
 class Conflict(KvgraftError):
