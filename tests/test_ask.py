@@ -245,7 +245,7 @@ def test_the_command_refuses_bad_input(kvgraft: Kvgraft, tmp_path: Path) -> None
 def test_without_the_readers_the_command_says_what_to_install(
     kvgraft: Kvgraft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_adapter.library_cli.find_spec", lambda name: None if name == "pypdf" else name)
+    monkeypatch.setattr("engine_adapter.cli.library.find_spec", lambda name: None if name == "pypdf" else name)
     code, error = kvgraft("library", "add", tmp_path)
     assert (code, error["code"]) == (errors.MISSING, "readers_missing")
     assert "pypdf" in error["message"]

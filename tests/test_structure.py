@@ -42,7 +42,6 @@ LAYERS = {
     # The commands that need an engine are part of the CLI in all but their place.
     "engine_adapter.cli": {"engine_adapter", "repo_service.cli", "repo_service.client", "repo_service.domain"},
     "engine_adapter.demo": {"engine_adapter", "repo_service.cli", "repo_service.client", "repo_service.domain"},
-    "engine_adapter.library_cli": {"engine_adapter", "repo_service.cli", "repo_service.client", "repo_service.domain"},
     "migrations": {"repo_service.index"},
 }
 
@@ -63,7 +62,7 @@ HOMES = {
     "starlette": {"repo_service.api"},
     "torch": {"engine_adapter"},
     "transformers": {"engine_adapter"},
-    "typer": {"repo_service.cli", "engine_adapter.cli", "engine_adapter.library_cli"},
+    "typer": {"repo_service.cli", "engine_adapter.cli"},
     "urllib3": set(),
     "uvicorn": {"repo_service.api"},
     "zarr": {"repo_service.client"},

@@ -1,4 +1,4 @@
-"""Commands of libraries: ``library add``, ``library list`` and ``ask``. Added to ``kvgraft`` by `engine_adapter.cli`."""
+"""Commands of libraries: ``library add``, ``library list`` and ``ask``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_adapter.cli import (
+from engine_adapter.cli.models import (
     Attention,
     AttentionOption,
     BlockTokens,

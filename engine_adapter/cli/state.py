@@ -1,19 +1,27 @@
-"""Commands that need a model: ``deposit``, ``match``, ``verify``, ``demo``.
-
-Registered with ``kvgraft`` through the entry-point group ``kvgraft.commands``. The engine is imported
-where a command first needs it, so that help is quick and stays complete where there is no engine.
-"""
+"""Commands on the state of a model: ``deposit``, ``match``, ``verify``, ``demo``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine_adapter.cli.models import (
+    Attention,
+    AttentionOption,
+    BlockTokens,
+    Device,
+    DevicePages,
+    Dtype,
+    DtypeOption,
+    Model,
+    OptionalModel,
+    engine_session,
+    load_model,
+    require_engine,
+    shown,
+)
 from repo_service.cli import errors, inputs, output, progress, storage
 from repo_service.cli.options import DEFAULT_REPO, Annotations, Json, Namespace, Ref, Repo, Token, open_named, pairs
 from repo_service.domain.errors import InvalidInput
@@ -22,44 +30,8 @@ from repo_service.domain.names import DEFAULT_NAMESPACE
 if TYPE_CHECKING:
     from engine_adapter.session import GraftSession
     from engine_adapter.verify import VerifyReport
-    from repo_service.domain.repository import Repository
 
-
-class Dtype(StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class Attention(StrEnum):
-    EAGER = "eager"
-    SDPA = "sdpa"
-    PAGED = "kvgraft_paged_256"
-
-
-_MODEL_HELP = "smollm2, gemma3, a local directory, or a name on the model hub."
 _TOKENS_HELP = "File of token ids: a JSON list, or numbers apart by white space; - is standard input."
-
-Model = Annotated[str, typer.Option("--model", metavar="NAME", help=_MODEL_HELP)]
-OptionalModel = Annotated[str | None, typer.Option("--model", metavar="NAME", help=_MODEL_HELP)]
-DtypeOption = Annotated[
-    Dtype, typer.Option("--dtype", help="float32, bfloat16, float16, or auto: that of the weights.")
-]
-AttentionOption = Annotated[
-    Attention, typer.Option("--attention", help="Attention backend: eager, sdpa, or kvgraft_paged_256.")
-]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", metavar="NAME", help="cpu, cuda, cuda:1, ...; by default a GPU where there is one."),
-]
-DevicePages = Annotated[
-    int | None,
-    typer.Option(
-        "--device-pages", min=1, help="Keep only so many pages of the state on the device; needs kvgraft_paged_256."
-    ),
-]
-BlockTokens = Annotated[int, typer.Option("--block-tokens", min=1, max=65536, help="Tokens per block.")]
 TokensFile = Annotated[str | None, typer.Option("--tokens-file", metavar="FILE", help=_TOKENS_HELP)]
 
 
@@ -70,9 +42,6 @@ def register(app: typer.Typer) -> None:
     app.command("verify", epilog="\b\nExample: kvgraft verify handbook --model smollm2")(verify)
     app.command("demo", epilog="\b\nExample: kvgraft demo --json")(demo)
     app.command("demo-reader", hidden=True)(demo_reader)
-    from engine_adapter import library_cli
-
-    library_cli.register(app)
 
 
 def deposit(
@@ -110,7 +79,7 @@ def deposit(
     with (
         open_named(repo, token, create=True, cached=True) as repository,
         engine_session(repository, namespace, model, dtype, attention, device, block_tokens, device_pages) as session,
-        _shown("computing", session) as report,
+        shown("computing", session) as report,
     ):
         tokens = session.encode(_cut(source, max_tokens, session))
         published = source if index_text and isinstance(source, str) else text
@@ -215,7 +184,7 @@ def verify(
             tokens = None if tokens_file is None else inputs.read_tokens(tokens_file)
             with (
                 engine_session(repository, namespace, model, *settings) as session,
-                _shown("replaying", session) as report,
+                shown("replaying", session) as report,
             ):
                 result = session.verify(manifest.id, samples, tokens=tokens, inexact=inexact, progress=report)
             exact = result.exact
@@ -228,7 +197,7 @@ def verify(
 
 
 def demo(
-    model: Annotated[str, typer.Option("--model", metavar="NAME", help=_MODEL_HELP)] = "smollm2",
+    model: Model = "smollm2",
     dtype: DtypeOption = Dtype.AUTO,
     tokens: Annotated[int, typer.Option("--tokens", min=257, help="Tokens of the text to deposit.")] = 4096,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Positions whose logits are compared.")] = 50,
@@ -267,113 +236,6 @@ def demo_reader(
 
     loaded, tokenizer = load_model(model, dtype, Attention.SDPA, None)
     output.print_json(read(repo, cache, loaded, tokenizer, samples))
-
-
-def load_model(name: str, dtype: str, attention: str, device: str | None) -> tuple[Any, Any]:
-    """A causal model in eval mode, and its tokenizer.
-
-    Parameters
-    ----------
-    name
-        A demo model, a directory, or a name on the model hub.
-    dtype
-        ``auto``, or a dtype's name without ``torch.``.
-    device
-        None takes a GPU where there is one.
-
-    Raises
-    ------
-    CommandFailed
-        If the engine is not installed.
-    ModelUnavailable
-        If there is no such model, or it can't be loaded.
-    """
-    require_engine()
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from engine_adapter.demo_models import DEMO_MODELS, fetch
-    from engine_adapter.paged_attention import register_named
-    from repo_service.domain.errors import ModelUnavailable
-
-    register_named(attention)
-    path = str(fetch(name, progress=progress.say)) if name in DEMO_MODELS else name
-    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention)
-        return model.to(place).eval(), AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # A damaged or foreign model fails in as many ways as there are models.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelUnavailable(
-            f"the model {name!r} can't be loaded on {place} as {dtype}: {reason}", model=name
-        ) from None
-
-
-def require_engine() -> None:
-    """Import the engine, whose own bars and warnings would come between a command's.
-
-    Raises
-    ------
-    CommandFailed
-    """
-    try:
-        import torch  # noqa: F401
-        from transformers.utils import logging
-    except ImportError as error:
-        raise errors.CommandFailed(
-            "engine_missing",
-            f"this command needs an engine, and {error.name or error} can't be imported: pip install 'kvgraft[engine]'",
-            errors.MISSING,
-        ) from None
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
-@contextmanager
-def engine_session(
-    repository: Repository,
-    namespace: str,
-    model: str,
-    dtype: str,
-    attention: str,
-    device: str | None,
-    block_tokens: int,
-    device_pages: int | None = None,
-) -> Iterator[GraftSession]:
-    """A session on a model by its name; arguments as of `load_model` and `GraftSession`."""
-    with progress.shown(f"loading {model}"):
-        loaded, tokenizer = load_model(model, dtype, attention, device)
-        from engine_adapter.session import GraftSession
-
-        session = GraftSession(
-            loaded,
-            tokenizer,
-            repository,
-            block_tokens=block_tokens,
-            namespace=namespace,
-            device_pages=device_pages,
-        )
-    with session:
-        yield session
-
-
-@contextmanager
-def _shown(task: str, session: GraftSession) -> Iterator[progress.Report]:
-    """Show progress; of a paged session also how many of its pages were found on the device, and what the others cost."""
-    with progress.shown(task) as report:
-        if session.paging is None:
-            yield report
-            return
-        pager = session.paging.pager
-
-        def both(kind: str, done: int, total: int) -> None:
-            report(kind, done, total)
-            report("pages found", pager.counters.hits, pager.counters.hits + pager.counters.misses)
-
-        yield both
-    done = pager.counters
-    read, pool = output.size(done.bytes_read), output.size(done.peak_bytes)
-    progress.say(f"{read} of pages read into {pool} of the device, waiting {output.seconds(done.stall_s)} for them")
 
 
 def _print_replay(report: VerifyReport) -> None:
