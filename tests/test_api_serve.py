@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -30,6 +31,8 @@ from repo_service.api import serve
 from repo_service.client import open_repository
 from repo_service.domain.errors import InvalidInput, KvgraftError, MalformedUrl, NotARepository, PortInUse
 from repo_service.domain.layout import MAX_CHUNK_BYTES
+from repo_service.domain.views import StorageReport
+from repo_service.services.read import check_artifact
 from repo_service.settings import Settings, load_settings
 
 pytestmark = pytest.mark.everywhere
@@ -251,3 +254,25 @@ def test_a_signal_that_comes_as_soon_as_the_url_is_known_ends_the_service(root: 
     for _ in range(3):
         with served(root.as_uri()):
             pass
+
+
+def test_i8_checks_whose_callers_have_left_keep_nobody_from_theirs(
+    root: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, done = artifact(range(40)), threading.Event()
+
+    def long(*arguments: Any) -> StorageReport:
+        done.wait(60)
+        return check_artifact(*arguments)
+
+    monkeypatch.setattr("repo_service.services.repository.check_artifact", long)
+    with serving(root, queue_seconds=0.5) as service:
+        push_all(service.repository, made)
+        path, server = f"/v1/namespaces/team-a/artifacts/{made[0].id}/check", urlsplit(service.url)
+        for _ in range(10):
+            with socket.create_connection((server.hostname, server.port)) as left:
+                left.sendall(f"POST {path} HTTP/1.1\r\nHost: {server.netloc}\r\nContent-Length: 0\r\n\r\n".encode())
+        assert service.error("POST", path) == (503, "unavailable")
+        service.json("POST", "/v1/gc", {})
+        done.set()
+        assert service.json("POST", path)["corrupt"] == []

@@ -34,10 +34,12 @@ class Context:
         The turn to handle a large document that comes.
     answers
         The turn to send a manifest or a page of block records.
+    checks
+        The turn to have an artifact checked, which readers may ask for.
     rates
         What each namespace may ask for in a second.
     chunk_threads, survey_threads, scrub_threads
-        Limiters for the worker threads of chunk transfers, of checks and rebuilds, and of scrubs.
+        Limiters for the worker threads of chunk transfers, of collections and rebuilds, and of scrubs.
     is_ending
         Says whether the service is to end, for work that would go on for hours.
     readiness
@@ -54,6 +56,7 @@ class Context:
         self.buffers = ChunkBuffers(chunks)
         self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
         self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
+        self.checks = Gate(_SURVEYS, queue, wait, "checks")
         self.rates = Rates(settings)
         self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
         self.survey_threads = CapacityLimiter(_SURVEYS)
@@ -62,7 +65,7 @@ class Context:
         self.readiness = Readiness(repository)
         self.metrics = Metrics()
         self.present = Present(
-            {"chunks": chunks, "documents": self.documents, "answers": self.answers},
+            {"chunks": chunks, "documents": self.documents, "answers": self.answers, "checks": self.checks},
             {"chunk_threads": self.chunk_threads, "surveys": self.survey_threads},
         )
         self.metrics.registry.register(self.present)
