@@ -21,7 +21,7 @@ from repo_service.domain.errors import MalformedUrl, NewerFormat, Unavailable
 from repo_service.domain.views import ArtifactQuery
 from repo_service.index import Index, Objects
 from repo_service.index.models import Base
-from repo_service.index.postgres import PostgresDatabase
+from repo_service.index.postgres import MISSED_SECONDS, PostgresDatabase
 from repo_service.index.reclaim import PART
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -222,3 +222,13 @@ def test_i6_a_collector_that_has_lost_the_write_lock_removes_nothing_more(url: s
             with pytest.raises(Unavailable):
                 index.reclaim(lambda _, chunks: remove(chunks))
         assert 0 < len(removed) <= PART < len(what.specs())
+
+
+def test_a_machine_that_vanishes_with_the_write_lock_is_missed_within_seconds(url: str) -> None:
+    """Its server would go on for two hours: nobody says that a network was cut or that a machine lost its power."""
+    with Index.open(url) as index, index._database.write() as connection:
+        asked = "SELECT name, setting::int FROM pg_settings WHERE name LIKE 'tcp\\_%'"
+        seconds = {row.name: row.setting for row in connection.execute(text(asked))}
+    idle, probes = seconds["tcp_keepalives_idle"], seconds["tcp_keepalives_interval"] * seconds["tcp_keepalives_count"]
+    assert 0 < idle + probes <= MISSED_SECONDS
+    assert seconds["tcp_user_timeout"] == 1000 * MISSED_SECONDS
