@@ -112,7 +112,13 @@ class LocalRepository(Repository):
         return self.resume_push(push_id, namespace)
 
     def resume_push(self, push_id: str, namespace: str) -> LocalPush:
-        """Take up a push that another process or request began in the namespace."""
+        """Take up a push that another process or request began in the namespace.
+
+        Raises
+        ------
+        MalformedName
+        """
+        check_namespace(namespace)
         return LocalPush(self._store, self._index, push_id, namespace, self.observer, self._reserve, self._check_owner)
 
     def _check_owner(self) -> None:
