@@ -32,6 +32,8 @@ class Context:
         The memory, and the right, to transfer a chunk.
     documents
         The turn to handle a large document that comes.
+    commits
+        The turn to commit an artifact of many chunks.
     answers
         The turn to send a manifest or a page of block records.
     checks
@@ -55,6 +57,7 @@ class Context:
         chunks = Gate(settings.chunk_transfers, queue, wait, "chunk transfers")
         self.buffers = ChunkBuffers(chunks)
         self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
+        self.commits = Gate(settings.document_transfers, queue, wait, "large commits")
         self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
         self.checks = Gate(_SURVEYS, queue, wait, "checks")
         self.rates = Rates(settings)
@@ -65,7 +68,13 @@ class Context:
         self.readiness = Readiness(repository)
         self.metrics = Metrics()
         self.present = Present(
-            {"chunks": chunks, "documents": self.documents, "answers": self.answers, "checks": self.checks},
+            {
+                "chunks": chunks,
+                "documents": self.documents,
+                "commits": self.commits,
+                "answers": self.answers,
+                "checks": self.checks,
+            },
             {"chunk_threads": self.chunk_threads, "surveys": self.survey_threads},
         )
         self.metrics.registry.register(self.present)
