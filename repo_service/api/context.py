@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Annotated
 
@@ -79,6 +80,7 @@ class Context:
         )
         self.metrics.registry.register(self.present)
         repository.observer = self.metrics
+        self._viewing = threading.Lock()
         self._views: dict[tuple[str, str], ZarrView] = {}
 
     def zarr_view(self, ref: str, namespace: str) -> ZarrView:
@@ -89,10 +91,14 @@ class Context:
         ArtifactNotFound, TagNotFound, Ambiguous, MalformedName
         """
         artifact_id = self.repository.artifact(ref, namespace).id
-        view = self._views.pop((namespace, artifact_id), None) or ZarrView(self.repository, artifact_id, namespace)
-        self._views[namespace, artifact_id] = view
-        while len(self._views) > _VIEWS_KEPT:
-            self._views.pop(next(iter(self._views)), None)
+        with self._viewing:
+            view = self._views.get((namespace, artifact_id))
+        view = view or ZarrView(self.repository, artifact_id, namespace)
+        with self._viewing:
+            self._views.pop((namespace, artifact_id), None)
+            self._views[namespace, artifact_id] = view
+            if len(self._views) > _VIEWS_KEPT:
+                del self._views[next(iter(self._views))]
         return view
 
 
