@@ -259,6 +259,7 @@ def test_every_route_answers_what_is_missing_with_the_one_error_shape(service: S
         ("POST", "/v1/info", (405, "method_not_allowed")),
         ("PATCH", "/v1/tags/latest", (405, "method_not_allowed")),
         ("GET", "/v1/namespaces/Upper/tags", (400, "malformed_name")),
+        ("DELETE", "/v1/namespaces/%00/pushes/0", (400, "malformed_name")),
         ("GET", "/v1/artifacts/x/blocks?start=-1", (422, "malformed_request")),
         ("GET", "/v1/artifacts/x/blocks?count=1001", (422, "malformed_request")),
         ("GET", f"/v1/artifacts/{NO_DIGEST['sha256']}/chunks/sha256:00", (400, "malformed_digest")),

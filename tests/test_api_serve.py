@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -28,8 +29,19 @@ from test_http_client import push_all
 
 from repo_service.api import serve
 from repo_service.client import open_repository
-from repo_service.domain.errors import InvalidInput, KvgraftError, MalformedUrl, NotARepository, PortInUse
+from repo_service.domain.errors import (
+    InvalidInput,
+    KvgraftError,
+    MalformedUrl,
+    NotARepository,
+    PortInUse,
+    TooLarge,
+)
 from repo_service.domain.layout import MAX_CHUNK_BYTES
+from repo_service.domain.manifest import Manifest
+from repo_service.domain.views import ArtifactInfo, StorageReport
+from repo_service.services.push import LocalPush
+from repo_service.services.read import check_artifact
 from repo_service.settings import Settings, load_settings
 
 pytestmark = pytest.mark.everywhere
@@ -251,3 +263,58 @@ def test_a_signal_that_comes_as_soon_as_the_url_is_known_ends_the_service(root: 
     for _ in range(3):
         with served(root.as_uri()):
             pass
+
+
+def test_i8_checks_whose_callers_have_left_keep_nobody_from_theirs(
+    root: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, done = artifact(range(40)), threading.Event()
+
+    def long(*arguments: Any) -> StorageReport:
+        done.wait(60)
+        return check_artifact(*arguments)
+
+    monkeypatch.setattr("repo_service.services.repository.check_artifact", long)
+    with serving(root, queue_seconds=0.5) as service:
+        push_all(service.repository, made)
+        path, server = f"/v1/namespaces/team-a/artifacts/{made[0].id}/check", urlsplit(service.url)
+        for _ in range(10):
+            with socket.create_connection((server.hostname, server.port)) as left:
+                left.sendall(f"POST {path} HTTP/1.1\r\nHost: {server.netloc}\r\nContent-Length: 0\r\n\r\n".encode())
+        assert service.error("POST", path) == (503, "unavailable")
+        service.json("POST", "/v1/gc", {})
+        done.set()
+        assert service.json("POST", path)["corrupt"] == []
+
+
+def test_i8_commits_of_many_chunks_take_turns(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest of a few KiB may name block records of 4 MiB each, all of which a commit has in memory."""
+    made, begun, done = artifact(range(40)), threading.Event(), threading.Event()
+    commit = LocalPush.commit
+
+    def long(push: LocalPush, manifest: Manifest) -> ArtifactInfo:
+        begun.set()
+        done.wait(60)
+        return commit(push, manifest)
+
+    monkeypatch.setattr(LocalPush, "commit", long)
+    monkeypatch.setattr("repo_service.api.push_routes._FEW_CHUNKS", made[0].chunk_count - 1)
+    with serving(root, document_transfers=1, queue_seconds=0.5) as service, ThreadPoolExecutor(1) as pool:
+        path = f"/v1/pushes/{service.repository.begin_push(made[0].fingerprint, 'default').id}/commit"
+        first = pool.submit(service.error, "POST", path, made[0].data)
+        assert begun.wait(30)
+        assert service.error("POST", path, made[0].data) == (503, "unavailable")
+        done.set()
+        assert first.result() == (400, "malformed_document"), "its blocks were not offered"
+
+
+def test_i8_an_artifact_of_more_chunks_than_memory_is_meant_for_is_refused(
+    root: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = artifact(range(40))
+    monkeypatch.setattr("repo_service.services.push.MAX_ARTIFACT_CHUNKS", made[0].chunk_count - 1)
+    with (
+        open_repository(root.as_uri()) as repository,
+        pytest.raises(TooLarge, match=f"name {made[0].chunk_count} chunks"),
+    ):
+        push_all(repository, made)

@@ -141,7 +141,14 @@ def test_one_failure_to_say_where_chunks_are_does_not_end_direct_reads(
             assert (asked(paths), len(at_s3)) == (2, 1)
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b'{"seconds": 300, "urls": {"blake3:other": "http://127.0.0.1/"}}'])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"<html>",
+        b'{"seconds": 300, "urls": {"blake3:other": "http://127.0.0.1/"}}',
+        located("http://127.0.0.1/").replace(b"300", b"300" + b"0" * 400),
+    ],
+)
 def test_a_service_that_answers_nonsense_for_urls_is_not_asked_at_each_read(answer: bytes) -> None:
     with reading(lambda _: (200, answer)) as (repository, paths):
         for _ in range(5):

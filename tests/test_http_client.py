@@ -44,9 +44,11 @@ from repo_service.domain.errors import (
     Unavailable,
 )
 from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactInfo, ArtifactQuery
-from repo_service.services.read import held_chunks
+from repo_service.services.read import held_chunks, read_record
+from repo_service.storage import Store
 
 pytestmark = pytest.mark.everywhere
 
@@ -251,6 +253,24 @@ def test_large_offers_and_pages_are_split(repository: Repository, monkeypatch: p
     monkeypatch.setattr("repo_service.api.artifact_routes._PAGE_BYTES", 3 * len(made[1][0].data))
     push_all(repository, made)
     assert repository.records(made[0], NS) == made[1]
+
+
+def test_i8_a_page_of_blocks_holds_no_more_records_than_it_answers_with(
+    service: Service, repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = artifact(list(range(200, 240)), fingerprint(block_tokens=1))
+    push_all(repository, made)
+    monkeypatch.setattr("repo_service.api.artifact_routes._PAGE_BYTES", 3 * len(made[1][0].data))
+    read: list[str] = []
+
+    def counted(store: Store, namespace: str, key: str, digest: str) -> BlockRecord:
+        read.append(key)
+        return read_record(store, namespace, key, digest)
+
+    monkeypatch.setattr("repo_service.services.repository.read_record", counted)
+    page = service.json("GET", f"/v1/namespaces/{NS}/artifacts/{made[0].id}/blocks")
+    assert len(page) <= 3
+    assert len(read) <= len(page) + 1 + service.repository._store.concurrency
 
 
 def flipped(data: bytes, position: int) -> bytes:

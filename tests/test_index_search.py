@@ -16,7 +16,7 @@ from synthetic import fingerprint
 from repo_service.domain.errors import InvalidTokens, MalformedDigest, MalformedRequest
 from repo_service.domain.manifest import Exactness
 from repo_service.domain.views import MAX_QUERY_CHARACTERS, MAX_QUERY_WORDS, ArtifactPage, ArtifactQuery
-from repo_service.index import Entry, Index
+from repo_service.index import Entry, Index, search
 
 OTHER_MODEL = fingerprint(model={"weights": "sha256:" + "ab" * 32})
 OTHER_MACHINE = fingerprint(numerics={"torch": "2.10"})
@@ -214,6 +214,16 @@ def test_pages_stay_right_while_artifacts_come_and_go(index: Index) -> None:
             index.unpublish("default", removed)
     assert len(seen) == len(set(seen))
     assert {what.manifest.id for what in before} - {removed} <= set(seen)
+
+
+def test_i8_a_page_ends_where_its_annotations_would_take_too_much(
+    filled: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "PAGE_CHARACTERS", 100)
+    found = [names(page) for page in pages(filled, ArtifactQuery(descending=False, limit=1000))]
+    assert found == [["base", "longer", "model", "machine"], ["private"]]
+    monkeypatch.setattr(search, "PAGE_CHARACTERS", 0)
+    assert all(len(page.items) <= 2 for page in pages(filled, ArtifactQuery(limit=1000)))
 
 
 def pages(index: Index, query: ArtifactQuery) -> Iterator[ArtifactPage]:

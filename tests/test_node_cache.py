@@ -365,6 +365,18 @@ def test_a_directory_that_others_may_enter_is_not_used(directory: Path, caplog: 
     assert len(files(directory)) == 1
 
 
+def test_nothing_is_removed_from_a_directory_that_others_may_enter(directory: Path, cache: NodeCache) -> None:
+    """A repository's own chunks, for one, have the same names."""
+    cache.keep(*chunk(1))
+    directory.chmod(0o755)
+    [kept] = files(directory)
+    kept.write_bytes(b"of another kind")
+    assert get(cache, 1) is None
+    with pytest.raises(Unavailable, match="not this user's alone"):
+        cache.clear()
+    assert kept.read_bytes() == b"of another kind"
+
+
 # The bound
 
 

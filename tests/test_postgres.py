@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,14 +14,15 @@ import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from index_support import EPOCH, entry, publish
+from index_support import EPOCH, begin, entry, publish, send
 from sqlalchemy import create_engine, make_url, text
 
 from repo_service.domain.errors import MalformedUrl, NewerFormat, Unavailable
 from repo_service.domain.views import ArtifactQuery
-from repo_service.index import Index
+from repo_service.index import Index, Objects
 from repo_service.index.models import Base
-from repo_service.index.postgres import PostgresDatabase
+from repo_service.index.postgres import MISSED_SECONDS, PostgresDatabase
+from repo_service.index.reclaim import PART
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -195,3 +196,39 @@ def test_what_was_committed_durably_outlives_a_killed_server(server: postgres.Se
         server.start()
         for one in kept:
             assert index.artifact("default", one.id) == one
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_i6_a_collector_that_has_lost_the_write_lock_removes_nothing_more(url: str, sweep: bool) -> None:
+    """A server that restarts or fails over lets the lock go: what another replica is sent then must stay."""
+    what = entry(range(160))
+    removed: list[str] = []
+    with Index.open(url) as index, Index.open(url) as other:
+
+        def remove(chunks: Sequence[str]) -> None:
+            removed.extend(chunks)
+            with psycopg.connect(url, autocommit=True) as connection:
+                ended = "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+                connection.execute(ended)
+            # Nobody holds the lock any more.
+            assert send(other, begin(other), what) == list(what.specs())
+
+        if sweep:
+            with pytest.raises(Unavailable):
+                index.sweep(Objects(chunks=list(what.specs())), lambda objects: remove(objects.chunks))
+        else:
+            publish(index, what)
+            index.unpublish("default", what.manifest.id)
+            with pytest.raises(Unavailable):
+                index.reclaim(lambda _, chunks: remove(chunks))
+        assert 0 < len(removed) <= PART < len(what.specs())
+
+
+def test_a_machine_that_vanishes_with_the_write_lock_is_missed_within_seconds(url: str) -> None:
+    """Its server would go on for two hours: nobody says that a network was cut or that a machine lost its power."""
+    with Index.open(url) as index, index._database.write() as connection:
+        asked = "SELECT name, setting::int FROM pg_settings WHERE name LIKE 'tcp\\_%'"
+        seconds = {row.name: row.setting for row in connection.execute(text(asked))}
+    idle, probes = seconds["tcp_keepalives_idle"], seconds["tcp_keepalives_interval"] * seconds["tcp_keepalives_count"]
+    assert 0 < idle + probes <= MISSED_SECONDS
+    assert seconds["tcp_user_timeout"] == 1000 * MISSED_SECONDS

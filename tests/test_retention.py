@@ -28,7 +28,9 @@ from repo_service.domain.errors import (
     StorageFull,
 )
 from repo_service.domain.policy import Policy
+from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
+from repo_service.domain.schedule import Step
 from repo_service.domain.views import ArtifactInfo, GarbageReport
 from repo_service.index import Index, uses
 from repo_service.index.models import Artifact as ArtifactRow
@@ -531,6 +533,20 @@ def test_leftovers_of_other_pushes_do_not_use_the_quota_up(repository: Repositor
     assert files(root, "chunks")
     push(repository, two)
     assert len(files(root, "chunks")) == len(two[2])
+
+
+def test_i8_a_quota_counts_a_chunk_by_the_most_that_any_push_may_send(repository: Repository) -> None:
+    one = made(1)
+    repository.set_policy(NS, Policy(quota_bytes=size_of(one) - 1))
+    arrays = [
+        {"name": "k", "dtype": "float8_e4m3fn", "heads": len(one[2]), "dim": 1, "chunk_layers": 1, "chunk_heads": 1}
+    ]
+    groups = [{"name": "full", "kind": "full", "layers": [0], "window": None, "arrays": arrays}]
+    bytes_only = fingerprint(block_tokens=1, state={"groups": groups})
+    said = BlockRecord(one[1][0].key, None, 0, 1, (Step("prefill", 0, 1),), {"full/k": tuple(one[2])})
+    assert set(repository.begin_push(bytes_only, NS).offer([said])) == set(one[2]), "each said to have one byte"
+    with pytest.raises(QuotaExceeded):
+        push(repository, one)
 
 
 # Damage

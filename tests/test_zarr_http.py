@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from synthetic import artifact
 from test_zarr_store import assembled
 from test_zarr_view import TOKENS, many_dtypes, push
 
+from repo_service.api.context import Context
 from repo_service.api.server import address, listen, make_server
 from repo_service.client import open_repository
 from repo_service.client.zarr_store import open_artifact
@@ -124,3 +128,25 @@ def test_a_remote_repository_exports_and_imports(repository: LocalRepository, ur
         info = import_artifact(remote, tmp_path / "export", "team-b", tag="latest")
     assert info.id == manifest.id
     assert repository.artifact("latest", "team-b") == info
+
+
+def test_views_of_more_artifacts_than_are_kept_are_given_to_many_threads_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("repo_service.api.context.ZarrView", lambda _, artifact_id, namespace: (artifact_id, namespace))
+    monkeypatch.setattr(LocalRepository, "artifact", lambda _, ref, *__: SimpleNamespace(id=ref))
+    switching = sys.getswitchinterval()
+    with open_local("memory:") as repository, ThreadPoolExecutor(6) as pool:
+        context = Context(repository, Settings())
+
+        def ask(first: int) -> bool:
+            return all(
+                context.zarr_view(str(n % 40), "default") == (str(n % 40), "default")  # type: ignore[comparison-overlap]
+                for n in range(first, 50_000, 7)
+            )
+
+        try:
+            sys.setswitchinterval(1e-5)
+            assert all(pool.map(ask, range(30)))
+        finally:
+            sys.setswitchinterval(switching)

@@ -24,6 +24,7 @@ from repo_service.domain.errors import (
     MalformedName,
     MalformedRequest,
     TagNotFound,
+    Unavailable,
 )
 from repo_service.domain.manifest import MAX_ANNOTATIONS
 from repo_service.domain.names import check_namespace
@@ -124,11 +125,13 @@ async def get_blocks(
     return await gated_answer(context.answers, make)
 
 
-@router.post("/artifacts/{ref}/check", tags=["artifacts"], responses=_LOOKUP)
+@router.post("/artifacts/{ref}/check", tags=["artifacts"], responses=_LOOKUP | error_answers(Unavailable))
 @needs(Scope.READ)
 async def check_artifact(context: ContextOf, namespace: Namespace, ref: Ref) -> StorageReport:
     """Read and hash everything the artifact holds; the answer comes when that is done."""
-    return await to_thread.run_sync(context.repository.check, ref, namespace, limiter=context.survey_threads)
+    # Who gave up waiting leaves the line, and whoever keeps the service in order does not stand in it.
+    async with context.checks.passed():
+        return await to_thread.run_sync(context.repository.check, ref, namespace)
 
 
 @router.post("/artifacts/query", tags=["artifacts"], responses=error_answers(MalformedName))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Annotated
 
@@ -32,12 +33,16 @@ class Context:
         The memory, and the right, to transfer a chunk.
     documents
         The turn to handle a large document that comes.
+    commits
+        The turn to commit an artifact of many chunks.
     answers
         The turn to send a manifest or a page of block records.
+    checks
+        The turn to have an artifact checked, which readers may ask for.
     rates
         What each namespace may ask for in a second.
     chunk_threads, survey_threads, scrub_threads
-        Limiters for the worker threads of chunk transfers, of checks and rebuilds, and of scrubs.
+        Limiters for the worker threads of chunk transfers, of collections and rebuilds, and of scrubs.
     is_ending
         Says whether the service is to end, for work that would go on for hours.
     readiness
@@ -53,7 +58,9 @@ class Context:
         chunks = Gate(settings.chunk_transfers, queue, wait, "chunk transfers")
         self.buffers = ChunkBuffers(chunks)
         self.documents = Gate(settings.document_transfers, queue, wait, "large documents")
+        self.commits = Gate(settings.document_transfers, queue, wait, "large commits")
         self.answers = Gate(settings.chunk_transfers, queue, wait, "answers with documents")
+        self.checks = Gate(_SURVEYS, queue, wait, "checks")
         self.rates = Rates(settings)
         self.chunk_threads = CapacityLimiter(settings.chunk_transfers)
         self.survey_threads = CapacityLimiter(_SURVEYS)
@@ -62,11 +69,18 @@ class Context:
         self.readiness = Readiness(repository)
         self.metrics = Metrics()
         self.present = Present(
-            {"chunks": chunks, "documents": self.documents, "answers": self.answers},
+            {
+                "chunks": chunks,
+                "documents": self.documents,
+                "commits": self.commits,
+                "answers": self.answers,
+                "checks": self.checks,
+            },
             {"chunk_threads": self.chunk_threads, "surveys": self.survey_threads},
         )
         self.metrics.registry.register(self.present)
         repository.observer = self.metrics
+        self._viewing = threading.Lock()
         self._views: dict[tuple[str, str], ZarrView] = {}
 
     def zarr_view(self, ref: str, namespace: str) -> ZarrView:
@@ -77,10 +91,14 @@ class Context:
         ArtifactNotFound, TagNotFound, Ambiguous, MalformedName
         """
         artifact_id = self.repository.artifact(ref, namespace).id
-        view = self._views.pop((namespace, artifact_id), None) or ZarrView(self.repository, artifact_id, namespace)
-        self._views[namespace, artifact_id] = view
-        while len(self._views) > _VIEWS_KEPT:
-            self._views.pop(next(iter(self._views)), None)
+        with self._viewing:
+            view = self._views.get((namespace, artifact_id))
+        view = view or ZarrView(self.repository, artifact_id, namespace)
+        with self._viewing:
+            self._views.pop((namespace, artifact_id), None)
+            self._views[namespace, artifact_id] = view
+            if len(self._views) > _VIEWS_KEPT:
+                del self._views[next(iter(self._views))]
         return view
 
 

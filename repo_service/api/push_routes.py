@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import Annotated
 
 from anyio import to_thread
@@ -47,6 +48,9 @@ from repo_service.domain.record import BlockRecord
 from repo_service.domain.views import ArtifactInfo, ChunkUrls, PushOffer
 
 PushId = Annotated[str, Path(description="Id that beginning the push gave.")]
+
+# Commits of more take turns: their block records are all in memory, some 400 bytes for each chunk.
+_FEW_CHUNKS = 2**14
 
 router = APIRouter(route_class=DocumentRoute, prefix="/pushes", tags=["push"])
 
@@ -163,13 +167,17 @@ async def take_upload(context: ContextOf, namespace: Namespace, push_id: PushId,
 async def commit_push(request: Request, context: ContextOf, namespace: Namespace, push_id: PushId) -> ArtifactInfo:
     """Publish the manifest in the body, canonical JSON of at most 64 MiB; durable when the answer comes."""
 
-    def commit(data: bytes) -> ArtifactInfo:
-        manifest = Manifest.parse(check_density(data, MAX_MANIFEST_VALUES))
-        note(request, artifact_id=manifest.id)
-        return context.repository.resume_push(push_id, namespace).commit(manifest)
+    def parse(data: bytes) -> Manifest:
+        return Manifest.parse(check_density(data, MAX_MANIFEST_VALUES))
 
     async def use(data: bytes) -> ArtifactInfo:
-        return await to_thread.run_sync(commit, data)
+        manifest = await to_thread.run_sync(parse, data)
+        note(request, artifact_id=manifest.id)
+        push = context.repository.resume_push(push_id, namespace)
+        async with AsyncExitStack() as stack:
+            if manifest.chunk_count > _FEW_CHUNKS:
+                await stack.enter_async_context(context.commits.passed())
+            return await to_thread.run_sync(push.commit, manifest)
 
     info: ArtifactInfo = await read_document(request, context, MAX_MANIFEST_BYTES, use)
     return info

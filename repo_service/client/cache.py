@@ -31,7 +31,6 @@ from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.views import View
 
 DIRECTORY_VARIABLE = "KVGRAFT_CACHE_DIR"
-MIB_VARIABLE = "KVGRAFT_CACHE_MIB"
 OFF = "off"
 
 DEFAULT_LIMIT = 10 * 2**30
@@ -115,7 +114,10 @@ class NodeCache:
         A file that holds anything else is removed, and ``out`` is then unspecified.
         """
         path = self._path(digest)
-        whole = self._read(path, digest, spec, out[: spec.size])
+        whole = None
+        with suppress(OSError):
+            self._require_private()
+            whole = self._read(path, digest, spec, out[: spec.size])
         if whole is False:
             with suppress(OSError):
                 os.unlink(path)
@@ -152,6 +154,7 @@ class NodeCache:
         """
         removed: list[_Kept] = []
         try:
+            self._require_private()
             with take_turn(f"{self.directory}/evicting", _CLEAR_S) as turn:
                 if turn is None:
                     raise Unavailable(f"another process is busy in the cache in {self.directory}: try again")
@@ -215,16 +218,19 @@ class NodeCache:
         os.makedirs(os.path.dirname(self.directory), exist_ok=True)
         with suppress(FileExistsError):
             os.mkdir(self.directory, 0o700)
-        status = os.stat(self.directory)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            mode = f"{stat.S_IMODE(status.st_mode):03o}"
-            raise PermissionError(errno.EPERM, f"it is not this user's alone: owner {status.st_uid}, mode {mode}")
-        with suppress(FileExistsError):
-            os.mkdir(self._temp, 0o700)
+        self._require_private()
+        os.makedirs(self._temp, 0o700, exist_ok=True)
         with self._turn() as turn:
             if turn is not None:
                 self._remove_leftovers()
         self._prepared = True
+
+    def _require_private(self) -> None:
+        """Raise `OSError` for a directory that others may enter, or that is not there: nothing in it is this cache's."""
+        status = os.stat(self.directory)
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_uid != os.geteuid() or mode & 0o077:
+            raise PermissionError(errno.EPERM, f"it is not this user's alone: owner {status.st_uid}, mode {mode:03o}")
 
     def _write(self, path: str, data: memoryview) -> None:
         reserved = self._reserve(len(data))

@@ -153,9 +153,10 @@ class Layout:
         names = [group.name for group in layout.groups]
         if len(set(names)) != len(names):
             raise MalformedDocument(f"two layer groups share a name: {names}")
-        chunks = sum(math.prod(array.grid) for array in layout.arrays.values())
-        if chunks > MAX_BLOCK_CHUNKS:
-            raise MalformedDocument(f"a block of this layout has {chunks} chunks; the limit is {MAX_BLOCK_CHUNKS}")
+        if layout.block_chunks > MAX_BLOCK_CHUNKS:
+            raise MalformedDocument(
+                f"a block of this layout has {layout.block_chunks} chunks; the limit is {MAX_BLOCK_CHUNKS}"
+            )
         return layout
 
     @property
@@ -167,6 +168,11 @@ class Layout:
     def block_bytes(self) -> int:
         """Bytes of one block's state."""
         return sum(math.prod(a.shape(1)) * DTYPE_BYTES[a.dtype] for a in self.arrays.values())
+
+    @property
+    def block_chunks(self) -> int:
+        """Number of chunks of one block."""
+        return sum(math.prod(a.grid) for a in self.arrays.values())
 
     def chunks(self) -> Iterator[ChunkRef]:
         """The chunks of one block, in the order of a block record."""

@@ -20,6 +20,9 @@ MAX_TEXT_CHARACTERS = 4 * 2**20
 MAX_ANNOTATIONS = 64
 MAX_ANNOTATION_CHARACTERS = 4096
 
+MAX_ARTIFACT_CHUNKS = 2**20
+"""Chunks that the blocks of an artifact may name to be published: whoever publishes holds all names at once."""
+
 EXACT = "exact"
 LOSSY = "lossy"
 
@@ -111,6 +114,11 @@ class Manifest:
     def state_bytes(self) -> int:
         """Bytes of the state as stored, partial blocks padded."""
         return len(self.blocks) * self.layout.block_bytes
+
+    @property
+    def chunk_count(self) -> int:
+        """Chunks that its blocks name, each as often as it is named."""
+        return len(self.blocks) * self.layout.block_chunks
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:

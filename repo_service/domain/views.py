@@ -35,7 +35,7 @@ class RepositoryInfo(View):
 class ChunkUrls(View):
     """Where to fetch chunks without the service in between."""
 
-    seconds: int = Field(description="How long the URLs are good.")
+    seconds: int = Field(ge=0, le=86400, description="How long the URLs are good.")
     urls: dict[str, str] = Field(description="URLs by digest; none where all bytes go through the service.")
     framed: bool = Field(
         default=False, description="Whether what is fetched there are frames, which hold the chunks encoded."

@@ -16,7 +16,7 @@ from repo_service.domain.digest import BLAKE3, format_digest, parse_digest
 from repo_service.domain.errors import MalformedDocument
 from repo_service.domain.layout import ChunkSpec
 from repo_service.index.dialect import bound, bound_ids, digest_list, id_list, insert_many
-from repo_service.index.models import PRESENT, ArtifactTokenChunk, BlockChunk, Chunk, ChunkState, PushChunk
+from repo_service.index.models import HELD, PRESENT, ArtifactTokenChunk, BlockChunk, Chunk, ChunkState, PushChunk
 
 
 class KnownChunk(NamedTuple):
@@ -40,16 +40,12 @@ _KNOWN = select(Chunk.digest, Chunk.id, Chunk.state, Chunk.dtype, Chunk.shape).j
 _SET_STATE = update(Chunk).where(Chunk.id.in_(id_list())).values(state=bindparam("new_state"))
 IS_PUBLISHED = exists().where(BlockChunk.chunk_id == Chunk.id) | exists().where(ArtifactTokenChunk.chunk_id == Chunk.id)
 IS_PUSHED = exists().where(PushChunk.chunk_id == Chunk.id)
-_STORE = (
+_DESCRIBE = (
     update(Chunk)
     .where(Chunk.id == bindparam("chunk_id"))
-    .values(
-        state=case((IS_PUBLISHED, ChunkState.PUBLISHED), else_=ChunkState.STORED),
-        dtype=bindparam("of_dtype"),
-        shape=bindparam("of_shape"),
-        size=bindparam("of_size"),
-    )
+    .values(dtype=bindparam("of_dtype"), shape=bindparam("of_shape"), size=bindparam("of_size"))
 )
+_STORE = _DESCRIBE.values(state=case((IS_PUBLISHED, ChunkState.PUBLISHED), else_=ChunkState.STORED))
 _UNPUBLISH = (
     update(Chunk)
     .where(Chunk.id.in_(id_list()), ~IS_PUBLISHED)
@@ -81,7 +77,7 @@ def ensure(
 ) -> dict[bytes, KnownChunk]:
     """Rows for all chunks, by digest; those that are new are AWAITED.
 
-    With ``proven``, the specs replace what was said of chunks that are not present.
+    With ``proven``, the specs replace what was said of chunks that are not present; else the larger one stands there.
 
     Raises
     ------
@@ -90,6 +86,7 @@ def ensure(
     """
     wanted = {parse_digest(digest, BLAKE3): spec for digest, spec in specs.items()}
     known = lookup(connection, namespace, list(wanted))
+    larger: list[dict[str, Any]] = []
     for digest, chunk in known.items():
         spec = wanted[digest]
         if (chunk.dtype, chunk.shape) == (spec.dtype, shape_text(spec.shape)):
@@ -101,6 +98,11 @@ def ensure(
             )
         if proven:
             store(connection, chunk.id, spec)
+        elif chunk.state not in HELD and spec.size > spec_of(chunk).size:
+            larger.append({"chunk_id": chunk.id, **_of(spec)})
+    if larger:
+        # Until the bytes come, a quota counts them as the most that any push may send.
+        connection.execute(_DESCRIBE, larger)
     absent = [digest for digest in wanted if digest not in known]
     insert_many(
         connection,
@@ -121,7 +123,7 @@ def lookup(connection: Connection, namespace: str, digests: Sequence[bytes]) -> 
     return {row[0]: KnownChunk(*row[1:]) for row in rows}
 
 
-def spec_of(row: Row[*tuple[Any, ...]]) -> ChunkSpec:
+def spec_of(row: Row[*tuple[Any, ...]] | KnownChunk) -> ChunkSpec:
     """The spec in a row with ``dtype`` and ``shape``."""
     return ChunkSpec(row.dtype, tuple(json.loads(row.shape)))
 
@@ -134,10 +136,11 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 def store(connection: Connection, chunk_id: int, spec: ChunkSpec) -> None:
     """Note that bytes with a chunk's digest, which proves its dtype and shape, are in the store."""
-    connection.execute(
-        _STORE,
-        {"chunk_id": chunk_id, "of_dtype": spec.dtype, "of_shape": shape_text(spec.shape), "of_size": spec.size},
-    )
+    connection.execute(_STORE, {"chunk_id": chunk_id, **_of(spec)})
+
+
+def _of(spec: ChunkSpec) -> dict[str, Any]:
+    return {"of_dtype": spec.dtype, "of_shape": shape_text(spec.shape), "of_size": spec.size}
 
 
 def set_state(connection: Connection, ids: Sequence[int], state: ChunkState) -> None:

@@ -25,6 +25,12 @@ REACH_SECONDS = 2
 STATEMENT_SECONDS = 60
 """Longest statement of a reader; a writer's may take ten times as long."""
 
+MISSED_SECONDS = 15
+"""How long the server takes at most to find that a machine which held the write lock has vanished."""
+
+# Both ends of a silent connection ask whether the other is there, and give it up after 11 s.
+_KEEPALIVES = {"idle": 5, "interval": 2, "count": 3}
+
 _WRITER = 0x6B766772
 _JOB = 0x6B76676A
 _ISOLATION = {"read": "ISOLATION LEVEL REPEATABLE READ READ ONLY", "write": "READ WRITE", "durable": "READ WRITE"}
@@ -108,9 +114,7 @@ def _engine(url: URL, connections: int) -> Engine:
                 "application_name": "kvgraft",
                 "connect_timeout": REACH_SECONDS,
                 "tcp_user_timeout": 1000 * REACH_SECONDS,
-                "keepalives_idle": 5,
-                "keepalives_interval": 2,
-                "keepalives_count": 3,
+                **{f"keepalives_{name}": number for name, number in _KEEPALIVES.items()},
                 **url.query,
             },
         )
@@ -124,4 +128,8 @@ def _configure(connection: object, _record: object) -> None:
     with connection.cursor() as cursor:  # type: ignore[attr-defined]
         # Strings are UTF-8 whatever the server's settings are.
         cursor.execute("SET client_encoding = 'UTF8'")
+        # A machine that vanishes lets go of its locks. Left to itself, the server would miss it after two hours only.
+        for name, number in _KEEPALIVES.items():
+            cursor.execute(f"SET tcp_keepalives_{name} = {number}")
+        cursor.execute(f"SET tcp_user_timeout = '{MISSED_SECONDS}s'")
     connection.commit()  # type: ignore[attr-defined]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from sqlalchemy import Connection, bindparam, delete, exists, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, literal, select, update
 
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest
 from repo_service.index import chunks
@@ -20,6 +21,11 @@ from repo_service.index.models import (
 )
 
 BATCH = 250
+
+PART = 8
+"""Objects that may be on their way out of the store when the write lock is lost."""
+
+T = TypeVar("T")
 
 Remove = Callable[[list[tuple[str, str]], list[str]], None]
 """Removes block records, by (namespace, key), and chunks, by digest, from the store; either may be gone already."""
@@ -52,6 +58,7 @@ _VICTIMS = select(
     # Another namespace that needs the bytes, or is about to send them, keeps them.
     exists().where(_OTHER.c.digest == Chunk.digest, _OTHER.c.state < ChunkState.DOOMED).label("kept"),
 ).where(Chunk.state >= ChunkState.DOOMED)
+_STILL_THERE = select(literal(1))
 _DIGESTS = digest_list()
 _FORGET = delete(Chunk).where(Chunk.digest.in_(select(_DIGESTS.c.digest)), Chunk.state >= ChunkState.DOOMED)
 _RECORDS = select(
@@ -66,6 +73,16 @@ _RECORDS = select(
         )
     ).label("kept"),
 )
+
+
+def while_locked(connection: Connection, items: Sequence[T]) -> Iterator[list[T]]:
+    """The items in parts, each of them only while the transaction still has the write lock.
+
+    A server that ends a connection lets the lock go. Others may then send again what was about to be removed.
+    """
+    for start in range(0, len(items), PART):
+        connection.execute(_STILL_THERE)
+        yield list(items[start : start + PART])
 
 
 def doom(connection: Connection) -> None:
@@ -102,8 +119,10 @@ def reclaim(connection: Connection, remove: Remove, namespace: str | None = None
     sizes = {row.digest: row.size for row in given_up if row.state == ChunkState.DOOMED}
     digests = {row.digest for row in victims if not row.kept}
     keys = [(row.namespace, format_digest(SHA256, row.key)) for row in records if not row.kept]
-    if keys or digests:
-        remove(keys, sorted(format_digest(BLAKE3, digest) for digest in digests))
+    for gone in while_locked(connection, sorted(format_digest(BLAKE3, digest) for digest in digests)):
+        remove([], gone)
+    for unheld in while_locked(connection, keys):
+        remove(unheld, [])
     connection.execute(_FORGET, bound([row.digest for row in victims]))
     if records:
         # A record that is kept comes back when its artifact or its push goes.

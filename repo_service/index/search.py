@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute
 
 from repo_service.domain.canonical import MAX_INTEGER
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest
 from repo_service.domain.errors import MalformedRequest
-from repo_service.domain.views import ArtifactPage, ArtifactQuery, query_words
+from repo_service.domain.views import ArtifactInfo, ArtifactPage, ArtifactQuery, query_words
 from repo_service.index import times, tokens
 from repo_service.index.cursor import Cursor, Totals
 from repo_service.index.dialect import text_matches, total
@@ -29,6 +29,11 @@ from repo_service.index.models import (
     Tag,
     annotation_head,
 )
+
+PAGE_CHARACTERS = 4 * 2**20
+"""Of annotations and tags: an artifact may have 262,144 in annotations alone."""
+
+_READ_AT_ONCE = 32
 
 _SORTS = {
     "created_at": Artifact.created_at,
@@ -51,18 +56,31 @@ def query(connection: Connection, wanted: ArtifactQuery) -> ArtifactPage:
     page = ARTIFACTS.where(*conditions, *(_beyond(wanted, sort, cursor) for cursor in after))
     order = (sort.desc(), Artifact.digest.desc()) if wanted.descending else (sort, Artifact.digest)
     rows = connection.execute(page.order_by(*order).limit(wanted.limit + 1)).all()
-    more, rows = len(rows) > wanted.limit, rows[: wanted.limit]
+    items = _filling(connection, rows[: wanted.limit])
     next_cursor = None
-    if more:
-        last = rows[-1]
+    if len(items) < len(rows):
+        last = rows[len(items) - 1]
         next_cursor = Cursor(getattr(last, wanted.sort), format_digest(SHA256, last.digest), totals).encode(wanted)
     return ArtifactPage(
-        items=infos(connection, rows),
+        items=items,
         next_cursor=next_cursor,
         count=totals.count,
         total_bytes=totals.total_bytes,
         unique_bytes=totals.unique_bytes,
     )
+
+
+def _filling(connection: Connection, rows: Sequence[Row[*tuple[Any, ...]]]) -> list[ArtifactInfo]:
+    """The artifacts of the first rows, at least one, whose annotations and tags fit into a page."""
+    items: list[ArtifactInfo] = []
+    room = PAGE_CHARACTERS
+    for start in range(0, len(rows), _READ_AT_ONCE):
+        for item in infos(connection, rows[start : start + _READ_AT_ONCE]):
+            room -= sum(map(len, (*item.annotations, *item.annotations.values(), *item.tags)))
+            if items and room < 0:
+                return items
+            items.append(item)
+    return items
 
 
 def _beyond(wanted: ArtifactQuery, sort: InstrumentedAttribute[int], cursor: Cursor) -> ColumnElement[bool]:

@@ -138,9 +138,15 @@ class Upkeep:
             return orphans.unknown(connection, objects)
 
     def sweep(self, objects: Objects, remove: Callable[[Objects], None]) -> None:
-        """Have those of the objects removed that no row knows, while the write lock is held."""
+        """Have those of the objects removed that no row knows, part by part, while the write lock is held."""
         with self._database.write() as connection:
-            remove(orphans.unknown(connection, objects))
+            unknown = orphans.unknown(connection, objects)
+            for chunks in reclaim.while_locked(connection, unknown.chunks):
+                remove(Objects(chunks=chunks))
+            for records in reclaim.while_locked(connection, unknown.records):
+                remove(Objects(records=records))
+            for manifests in reclaim.while_locked(connection, unknown.manifests):
+                remove(Objects(manifests=manifests))
 
     def rebuild(
         self,

@@ -24,13 +24,14 @@ from repo_service.domain.errors import (
     MalformedDocument,
     QuotaExceeded,
     SizeMismatch,
+    TooLarge,
     Unavailable,
 )
 from repo_service.domain.errors import Divergence as DivergenceError
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.frame import NONE, encode_chunk
 from repo_service.domain.layout import ChunkSpec, Layout
-from repo_service.domain.manifest import Manifest
+from repo_service.domain.manifest import MAX_ARTIFACT_CHUNKS, Manifest
 from repo_service.domain.names import check_namespace
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push
@@ -226,6 +227,12 @@ class LocalPush(Push):
         if manifest.fingerprint.id != push.fingerprint.id:
             raise MalformedDocument(
                 f"the manifest has the fingerprint {manifest.fingerprint.id}; the push began with {push.fingerprint.id}"
+            )
+        if manifest.chunk_count > MAX_ARTIFACT_CHUNKS:
+            raise TooLarge(
+                f"the blocks of the artifact name {manifest.chunk_count} chunks; the limit is {MAX_ARTIFACT_CHUNKS}: cut it "
+                f"into larger chunks, or publish a shorter one",
+                limit=MAX_ARTIFACT_CHUNKS,
             )
         # Renews the lease for as long as the commit takes.
         self._index.offer(self.id, [], {})

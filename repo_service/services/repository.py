@@ -43,7 +43,15 @@ from repo_service.services.marker import Marker, read_marker
 from repo_service.services.observer import Observer
 from repo_service.services.ownership import Ownership
 from repo_service.services.push import LocalPush, begin_push
-from repo_service.services.read import Holdings, check_artifact, read_chunk, read_manifest, read_record, read_records
+from repo_service.services.read import (
+    Holdings,
+    check_artifact,
+    read_ahead,
+    read_chunk,
+    read_manifest,
+    read_record,
+    read_records,
+)
 from repo_service.services.reindex import reindex
 from repo_service.services.reserve import Reserve
 from repo_service.services.retention import Clock, read_policy, write_policy
@@ -104,7 +112,13 @@ class LocalRepository(Repository):
         return self.resume_push(push_id, namespace)
 
     def resume_push(self, push_id: str, namespace: str) -> LocalPush:
-        """Take up a push that another process or request began in the namespace."""
+        """Take up a push that another process or request began in the namespace.
+
+        Raises
+        ------
+        MalformedName
+        """
+        check_namespace(namespace)
         return LocalPush(self._store, self._index, push_id, namespace, self.observer, self._reserve, self._check_owner)
 
     def _check_owner(self) -> None:
@@ -127,15 +141,19 @@ class LocalRepository(Repository):
         self._holdings.keep(namespace, manifest, records)
         return records
 
-    def record_page(self, manifest: Manifest, namespace: str, start: int, count: int) -> list[BlockRecord]:
-        """Some of an artifact's block records, each verified against the manifest.
+    def record_page(self, manifest: Manifest, namespace: str, start: int, count: int) -> Iterator[BlockRecord]:
+        """Some of an artifact's block records, each verified against the manifest, and read when it is its turn.
 
         Raises
         ------
         ArtifactNotFound, DocumentCorrupt
         """
         self._require(manifest.id, namespace)
-        return [read_record(self._store, namespace, *block) for block in manifest.blocks[start : start + count]]
+
+        def read(block: tuple[str, str]) -> BlockRecord:
+            return read_record(self._store, namespace, *block)
+
+        return (record() for _, record in read_ahead(self._store, read, manifest.blocks[start : start + count]))
 
     def probe_store(self) -> None:
         """Read one object of the store.
