@@ -158,7 +158,7 @@ class GraftSession(Engine):
             raise InvalidInput(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
         run = prompt if isinstance(prompt, Run) else self.prefill(prompt, graft, record=record)
         run.cache.reserve(len(run.tokens) + max_new_tokens - 1)
-        ends = _end_tokens(self.model)
+        ends = end_tokens(self.model)
         tokens: list[int] = []
         digests: list[str] = []
         while len(tokens) < max_new_tokens:
@@ -376,7 +376,7 @@ class GraftSession(Engine):
         return verify_artifact(self, ref, samples, tokens=tokens, inexact=inexact, progress=progress)
 
 
-def _end_tokens(model: PreTrainedModel) -> set[int]:
+def end_tokens(model: PreTrainedModel) -> set[int]:
     ends = getattr(model.generation_config, "eos_token_id", None)
     if ends is None:
         return set()
