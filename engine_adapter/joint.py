@@ -14,6 +14,7 @@ import torch
 from engine_adapter.engine import Engine, Progress, Tokens
 from engine_adapter.joint_attention import JOINT_ATTENTION, Device, JointCache, JointLayer
 from engine_adapter.joint_rotary import Rotary
+from engine_adapter.joint_select import Vote
 from engine_adapter.joint_settings import JointSettings
 from engine_adapter.pager import Pager
 from engine_adapter.pages import HostPages
@@ -35,7 +36,8 @@ class Mark:
     """A point of a run to come back to."""
 
     tokens: int
-    logits: Tensor = field(repr=False)
+    logits: Tensor | None = field(repr=False)
+    selected: list[int] | None
     sliding: Mapping[int, tuple[Tensor, Tensor, int]] = field(repr=False)
 
 
@@ -71,7 +73,8 @@ class JointRun:
         layers: Sequence[Any] = self.cache.layers
         return Mark(
             len(self.tokens),
-            self.logits,
+            self._logits,
+            self.cache.view.selected,
             {
                 index: (layer.keys, layer.values, layer.cumulative_length)
                 for index, layer in enumerate(layers)
@@ -90,6 +93,7 @@ class JointRun:
             else:
                 layer.keys, layer.values, layer.cumulative_length = mark.sliding[index]
         del self.tokens[mark.tokens :]
+        self.cache.view.selected = mark.selected
         self._logits = mark.logits
 
     def close(self) -> None:
@@ -143,8 +147,8 @@ class JointSession:
     settings
         What a chunk of queries sees.
     device_pages
-        Pages of one block, layer and head in the device pool. The default holds what one chunk selects in all
-        layers. Any number gives the same bits.
+        Pages, each one block of one layer, in the device pool. The default holds what all layers see of one
+        selection. Any number gives the same bits.
     directory
         Keep pages in a temporary file there, for contexts that are larger than memory.
 
@@ -177,9 +181,9 @@ class JointSession:
         self.settings = (settings or JointSettings()).inside(native or 2**31)
         self._runs = itertools.count()
         heads, dim, full = _measure(model)
-        shape = (2, self.settings.block_tokens, dim)
+        shape = (2, heads, self.settings.block_tokens, dim)
         if device_pages is None:
-            device_pages = max(1, full * heads * self.settings.blocks)
+            device_pages = max(1, full * self.settings.blocks)
         rotary = Rotary(model, self.settings.window)
         pages = HostPages(shape, model.dtype, directory)
         self.device = Device(
@@ -222,12 +226,30 @@ class JointSession:
     def extend(self, run: JointRun, tokens: Tokens | str, *, progress: Progress | None = None) -> JointRun:
         """Compute more tokens after a run's last, chunk by chunk. Returns the run."""
         ids = self._engine.encode(tokens)
-        begin = len(run.tokens)
-        for start in range(0, len(ids), self.settings.chunk):
-            self._call(run, ids[start : start + self.settings.chunk])
+        begin, size = len(run.tokens), self.settings.chunk
+        run.cache.view.selected = None
+        for start in range(0, len(ids), size):
+            if start + size >= len(ids):
+                self._select(run, ids[start:])
+            self._call(run, ids[start : start + size])
             if progress is not None:
                 progress("tokens", len(run.tokens), begin + len(ids))
         return run
+
+    def _select(self, run: JointRun, tokens: Sequence[int]) -> None:
+        """Run a chunk to see what its queries look for, take that into view, and go back."""
+        settings, view = self.settings, run.cache.view
+        candidates = (settings.near(len(run.tokens)) - settings.sinks) // settings.block_tokens
+        if candidates <= settings.blocks:
+            return
+        mark, view.vote = run.mark(), Vote(candidates)
+        try:
+            self._call(run, tokens)
+            selected = view.vote.best(settings.blocks)
+        finally:
+            view.vote = None
+            run.rewind(mark)
+        view.selected = selected
 
     def generate(self, prompt: Tokens | str | JointRun, max_new_tokens: int = 64) -> JointGeneration:
         """Generate greedily, from a prompt or from where a run stands.

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from engine_adapter.joint_select import Representatives
+from engine_adapter.joint_select import Representatives, Vote
 from repo_service.domain.errors import InvalidInput, UnsupportedModel
 
 if TYPE_CHECKING:
@@ -38,30 +38,44 @@ _UNSUPPORTED_OPTIONS = ("softcap", "s_aux")
 class Device:
     """What all runs of a session share: the pool of pages, the workspace, the rotary table.
 
-    A page ``[2, block_tokens, dim]`` is one block of one layer and one key-value head.
+    A page ``[2, kv_heads, block_tokens, dim]`` is one block of one layer.
     """
 
     settings: JointSettings
     pager: Pager
     pages: HostPages
     rotary: Rotary
-    workspace: Tensor = field(repr=False)  # [2, kv_heads, window, dim]
+    workspace: Tensor = field(repr=False)  # [2, kv_heads, positions, dim]
+
+
+@dataclass
+class View:
+    """What the full layers of a run see between sinks and local tokens; shared by them all.
+
+    Attributes
+    ----------
+    selected
+        Blocks, counted from the one after the sinks; None for the newest ones.
+    vote
+        Where the layers' queries say what they would rather see, if they are asked.
+    """
+
+    selected: list[int] | None = None
+    vote: Vote | None = None
 
 
 class JointLayer(DynamicLayer):
-    """A full layer: sinks and the newest tokens on the device, whole blocks on the host, representatives beside.
+    """A full layer: sinks and the newest tokens on the device, whole blocks on the host, representatives beside."""
 
-    Selection is for each key-value head apart, since heads look for different things.
-    """
-
-    def __init__(self, device: Device, run: Hashable, index: int) -> None:
+    def __init__(self, device: Device, view: View, run: Hashable, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shared = device
+        self.view = view
         self.run = run
         self.index = index
         self.tokens = 0
-        self.near = 0  # The first token of the tail.
-        self.representatives = Representatives(device.settings.per_block)
+        self.near = device.settings.sinks  # The first token of the tail.
+        self.representatives = Representatives(device.settings.representatives)
 
     def lazy_initialization(self, key_states: Tensor, _: Tensor) -> None:
         settings = self.shared.settings
@@ -69,12 +83,16 @@ class JointLayer(DynamicLayer):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.sinks = key_states.new_zeros(2, heads, settings.sinks, dim)
         self.tail = key_states.new_zeros(2, heads, settings.local + settings.chunk, dim)
-        self.near = settings.sinks
         self.is_initialized = True
 
     @property
     def device_bytes(self) -> int:
         return self.sinks.nbytes + self.tail.nbytes if self.is_initialized else 0
+
+    @property
+    def candidates(self) -> int:
+        """Blocks between the sinks and the tail."""
+        return (self.near - self.shared.settings.sinks) // self.shared.settings.block_tokens
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -107,42 +125,36 @@ class JointLayer(DynamicLayer):
         for block in range(max(before, sinks) // size, self.tokens // size):
             place = block * size - self.near
             states = self.tail[:, :, place : place + size]
-            for head in range(states.shape[1]):
-                self.shared.pages.write(self._key(head, block), states[:, head].unbind())
+            self.shared.pages.write(self._key(block), states.unbind())
             self.representatives.append(states[0])
 
-    def _key(self, head: int, block: int) -> Hashable:
-        return (self.run, self.index, head, block)
+    def _key(self, block: int) -> Hashable:
+        return (self.run, self.index, block)
 
     def attend(self, module: Any, query: Tensor, _: Tensor, __: Tensor, scaling: float) -> Tensor:
-        """Attention of the newest tokens' queries, ``[1, heads, tokens, dim]``, over what is kept of all tokens."""
-        settings, space = self.shared.settings, self.shared.workspace
+        """Attention of the newest tokens' queries, ``[1, heads, tokens, dim]``, over what is seen of all tokens."""
+        settings, space, count = self.shared.settings, self.shared.workspace, self.candidates
         stop = min(settings.sinks, self.tokens)
         space[:, :, :stop] = self.sinks[:, :, :stop]
-        candidates = (self.near - settings.sinks) // settings.block_tokens
-        if candidates:
-            grouped = query[0].unflatten(0, (self.tail.shape[1], -1)) * scaling
-            stop += self._bring(self.representatives.select(grouped, candidates, settings.blocks), space[:, :, stop:])
+        selected = self.view.selected
+        if selected is None or count <= settings.blocks:
+            selected = list(range(max(0, count - settings.blocks), count))
+        first, size, pager = settings.sinks // settings.block_tokens, settings.block_tokens, self.shared.pager
+        keys = [self._key(first + block) for block in selected]
+        for begin in range(0, len(keys), pager.pages):
+            with pager.pinned(keys[begin : begin + pager.pages]) as pages:
+                for page in pages:
+                    space[:, :, stop : stop + size] = page
+                    stop += size
         near = max(self.tokens - self.near, 0)
         space[:, :, stop : stop + near] = self.tail[:, :, :near]
         stop += near
-        return attend(self.shared.rotary, module, query, space[:1, :, :stop], space[1:, :, :stop], scaling, None)
-
-    def _bring(self, chosen: Tensor, space: Tensor) -> int:
-        """Place each head's chosen blocks; returns how many tokens that are."""
-        settings, pager = self.shared.settings, self.shared.pager
-        size, first = settings.block_tokens, settings.sinks // settings.block_tokens
-        wanted = [
-            (self._key(head, first + block), head, place * size)
-            for head, blocks in enumerate(chosen.tolist())
-            for place, block in enumerate(blocks)
-        ]
-        for start in range(0, len(wanted), pager.pages):
-            part = wanted[start : start + pager.pages]
-            with pager.pinned([key for key, _, _ in part]) as pages:
-                for (_, head, place), page in zip(part, pages, strict=True):
-                    space[:, head, place : place + size] = page
-        return chosen.shape[1] * size
+        turned = Turned.of(self.shared.rotary, module, query, space[:1, :, :stop], None)
+        if self.view.vote is not None:
+            far = self.shared.rotary.turn(query, turned.kind, settings.local, settings.local + settings.blocks * size)
+            grouped = (far[0] * scaling).unflatten(0, (space.shape[1], -1))
+            self.view.vote.add(self.representatives.shares(grouped, turned.log_total(scaling), count))
+        return turned.attend(space[1:, :, :stop], scaling)
 
     def rewind(self, tokens: int) -> None:
         """Go back to where the run had ``tokens`` tokens: what was near then comes back from the host."""
@@ -156,25 +168,15 @@ class JointLayer(DynamicLayer):
             tail[:, :, self.near - near : self.near - near + kept] = self.tail[:, :, :kept]
             for block in range(near // size, min(self.near, tokens + size - 1) // size):
                 place = block * size - near
-                for head in range(tail.shape[1]):
-                    with self.shared.pager.pinned([self._key(head, block)]) as (page,):
-                        tail[:, head, place : place + size] = page
+                with self.shared.pager.pinned([self._key(block)]) as (page,):
+                    tail[:, :, place : place + size] = page
             self.tail, self.near = tail, near
         whole = max(tokens, settings.sinks) // size
         for block in range(whole, max(self.tokens, settings.sinks) // size):
-            self._drop(block)
+            self.shared.pages.free(self._key(block))
+            self.shared.pager.forget(self._key(block))
         self.representatives.truncate(whole - settings.sinks // size)
         self.tokens = tokens
-
-    def close(self) -> None:
-        """Give the blocks' memory on the host back."""
-        if self.is_initialized:
-            self.rewind(0)
-
-    def _drop(self, block: int) -> None:
-        for head in range(self.tail.shape[1]):
-            self.shared.pages.free(self._key(head, block))
-            self.shared.pager.forget(self._key(head, block))
 
 
 class JointSlidingLayer(DynamicSlidingWindowLayer):
@@ -196,7 +198,7 @@ class JointSlidingLayer(DynamicSlidingWindowLayer):
 
     def attend(self, module: Any, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Attention of the newest tokens' queries over the window."""
-        return attend(self.rotary, module, query, keys, values, scaling, self.sliding_window)
+        return Turned.of(self.rotary, module, query, keys, self.sliding_window).attend(values, scaling)
 
 
 class JointCache(DynamicCache):
@@ -204,28 +206,53 @@ class JointCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig, device: Device, run: Hashable) -> None:
         super().__init__(config=config)
+        self.view = View()
         layers: Sequence[Any] = self.layers
         self.layers = [
             JointSlidingLayer(layer.sliding_window, device.rotary)
             if isinstance(layer, DynamicSlidingWindowLayer)
-            else JointLayer(device, run, index)
+            else JointLayer(device, self.view, run, index)
             for index, layer in enumerate(layers)
         ]
 
 
-def attend(
-    rotary: Rotary, module: Any, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None
-) -> Tensor:
-    """Causal attention of the last tokens of ``keys``, rotated from position 0 on; ``[1, tokens, heads, dim]``."""
-    new, total = query.shape[2], keys.shape[2]
-    kind = getattr(module, "layer_type", None)
-    query, keys = rotary.rotate(query, kind, total - new), rotary.rotate(keys, kind, 0)
-    mask = None
-    if new > 1 or (window is not None and total > window):
-        behind = torch.arange(total - new, total, device=keys.device)[:, None] - torch.arange(total, device=keys.device)
-        mask = (behind >= 0) & (behind < (total if window is None else window))
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2)
+@dataclass
+class Turned:
+    """Queries, ``[1, heads, tokens, dim]``, and keys, ``[1, kv_heads, seen, dim]``, rotated from position 0 on.
+
+    The queries are those of the last keys.
+    """
+
+    query: Tensor
+    keys: Tensor
+    mask: Tensor | None
+    kind: str | None
+
+    @classmethod
+    def of(cls, rotary: Rotary, module: Any, query: Tensor, keys: Tensor, window: int | None) -> Turned:
+        new, total = query.shape[2], keys.shape[2]
+        kind = getattr(module, "layer_type", None)
+        mask = None
+        if new > 1 or (window is not None and total > window):
+            positions = torch.arange(total, device=keys.device)
+            behind = positions[total - new :, None] - positions
+            mask = (behind >= 0) & (behind < (total if window is None else window))
+        return cls(rotary.rotate(query, kind, total - new), rotary.rotate(keys, kind, 0), mask, kind)
+
+    def attend(self, values: Tensor, scaling: float) -> Tensor:
+        """What comes of it, ``[1, tokens, heads, dim]``."""
+        out = scaled_dot_product_attention(
+            self.query, self.keys, values, attn_mask=self.mask, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+
+    def log_total(self, scaling: float) -> Tensor:
+        """The logarithm of each query's summed exponentials, ``[kv_heads, group, tokens]``, float32."""
+        grouped = self.query[0].float().unflatten(0, (self.keys.shape[1], -1))
+        scores = torch.einsum("hgtd,hnd->hgtn", grouped * scaling, self.keys[0].float())
+        if self.mask is not None:
+            scores = scores.masked_fill(~self.mask, -torch.inf)
+        return scores.logsumexp(-1)
 
 
 def joint_attention(

@@ -67,9 +67,23 @@ class Rotary:
         kind
             The layer's type, where the model has a table for each.
         """
-        cos, sin = self._tables[kind if kind in self._tables else None]
+        cos, sin = self._table(kind)
         stop = start + states.shape[2]
-        rotated: Tensor = self._rotation(states, states[:, :0], cos[:, start:stop], sin[:, start:stop])[0]
+        return self._apply(states, cos[:, start:stop], sin[:, start:stop])
+
+    def turn(self, states: Tensor, kind: str | None, start: int, stop: int) -> Tensor:
+        """States turned by the mean of the rotations at ``start`` to ``stop``: what stays the same over such distances.
+
+        Dimensions that turn fast cancel out.
+        """
+        cos, sin = (part[:, start:stop].float().mean(1, keepdim=True).to(states.dtype) for part in self._table(kind))
+        return self._apply(states, cos, sin)
+
+    def _table(self, kind: str | None) -> tuple[Tensor, Tensor]:
+        return self._tables[kind if kind in self._tables else None]
+
+    def _apply(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotated: Tensor = self._rotation(states, states[:, :0], cos, sin)[0]
         return rotated
 
 

@@ -1,4 +1,11 @@
-"""Which blocks a query chunk of the joint way looks at: representatives on the host, scored in tiles of a fixed size."""
+"""Which blocks the joint way looks at: representatives on the host, scored in tiles of a fixed size, and one vote.
+
+A block's representatives are the keys that lie farthest from its mean, as the model made them, before rotation.
+A score estimates the attention that a query would pay to a key at the distances where selected blocks are placed,
+as a share of what it pays to everything else that it sees. Most heads look nearby and pay far blocks nothing; the
+few that look for something are sure of it. So a block is worth the largest share that any query of any head in any
+layer would pay to it, and all layers see the same blocks.
+"""
 
 from __future__ import annotations
 
@@ -9,63 +16,75 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Blocks whose representatives are on the device at once.
-TILE_BLOCKS = 1024
-# Queries of a chunk that are scored; longer chunks are pooled to as many, so that the cost stays small.
-SCORED_QUERIES = 32
+# Representatives on the device at once, for each key-value head.
+TILE = 1024
 
 
 class Representatives:
-    """What stands for each block of one layer, ``[kv_heads, blocks, per_block, dim]``, in float32 on the host.
-
-    A block's keys, before rotation, are cut into ``per_block`` runs of neighbours, and each run's mean is kept.
-    """
+    """What stands for each block of one layer, ``per_block`` keys of each key-value head, on the host."""
 
     def __init__(self, per_block: int) -> None:
         self.per_block = per_block
         self.blocks = 0
+        self._blocks_per_tile = max(1, TILE // per_block)
         self._tiles: list[Tensor] = []
 
     def append(self, keys: Tensor) -> None:
         """Add a block by its keys, ``[kv_heads, block_tokens, dim]``."""
-        heads, tokens, dim = keys.shape
-        means = keys.float().reshape(heads, self.per_block, tokens // self.per_block, dim).mean(2)
-        place = self.blocks % TILE_BLOCKS
-        if not place and self.blocks // TILE_BLOCKS == len(self._tiles):
-            self._tiles.append(torch.empty(heads, TILE_BLOCKS, self.per_block, dim))
-        self._tiles[self.blocks // TILE_BLOCKS][:, place] = means
+        states = keys.float()
+        distance = (states - states.mean(1, keepdim=True)).norm(dim=-1)
+        # A stable sort, for which of two equal keys is taken must not depend on the machine.
+        farthest = distance.sort(dim=-1, descending=True, stable=True).indices[:, : self.per_block]
+        chosen = keys.gather(1, farthest.sort(dim=-1).values[..., None].expand(-1, -1, keys.shape[-1]))
+        tile, place = divmod(self.blocks, self._blocks_per_tile)
+        if tile == len(self._tiles):
+            shape = (keys.shape[0], self._blocks_per_tile, self.per_block, keys.shape[-1])
+            self._tiles.append(torch.empty(shape, dtype=keys.dtype))
+        self._tiles[tile][:, place] = chosen
         self.blocks += 1
 
     def truncate(self, blocks: int) -> None:
         """Forget all blocks but the first ``blocks``."""
         self.blocks = min(self.blocks, blocks)
 
-    def select(self, queries: Tensor, candidates: int, count: int) -> Tensor:
-        """The ``count`` best of the first ``candidates`` blocks for each head, ascending, ``[kv_heads, count]``.
+    def shares(self, queries: Tensor, near: Tensor, candidates: int) -> Tensor:
+        """The logarithm of the largest share of attention that each of the first ``candidates`` blocks would get.
 
         Parameters
         ----------
         queries
-            ``[kv_heads, group, tokens, dim]``, before rotation and scaled as attention scales them.
+            ``[kv_heads, group, tokens, dim]``, scaled as attention scales them and turned as far as selected
+            blocks are away.
+        near
+            ``[kv_heads, group, tokens]``, the logarithm of the summed exponentials of the scores of what is
+            seen anyway.
+
+        Returns
+        -------
+        Tensor
+            ``[candidates]``, float32, on the host.
         """
-        if candidates <= count:
-            return torch.arange(candidates).expand(queries.shape[0], -1)
-        queries = pooled(queries).float()
-        scores = torch.cat([self._score(queries, start, candidates) for start in range(0, candidates, TILE_BLOCKS)], -1)
-        # A head's queries share one unit of attention each; a block is as good as the query that wants it most.
-        wanted = scores.softmax(-1).amax(2).sum(1)
-        best = wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-        return best.sort(dim=-1).values
-
-    def _score(self, queries: Tensor, start: int, candidates: int) -> Tensor:
-        tile = self._tiles[start // TILE_BLOCKS][:, : candidates - start].to(queries.device)
-        return torch.einsum("hgtd,hbrd->hgtbr", queries, tile).amax(-1).cpu()
+        queries = queries.float()
+        best, total = [], near.float()
+        for start in range(0, candidates, self._blocks_per_tile):
+            tile = self._tiles[start // self._blocks_per_tile][:, : candidates - start]
+            scores = torch.einsum("hgtd,hbrd->hgtbr", queries, tile.to(queries.device, torch.float32))
+            best.append(scores.amax(-1).cpu())
+            total = torch.logaddexp(total, scores.flatten(-2).logsumexp(-1))
+        return (torch.cat(best, -1) - total.cpu()[..., None]).amax((0, 1, 2))
 
 
-def pooled(queries: Tensor) -> Tensor:
-    """At most `SCORED_QUERIES` queries of a chunk, neighbours pooled by their mean."""
-    tokens = queries.shape[2]
-    if tokens <= SCORED_QUERIES:
-        return queries
-    run = -(-tokens // SCORED_QUERIES)
-    return torch.stack([part.mean(2) for part in queries.split(run, 2)], 2)
+class Vote:
+    """What a chunk's queries, in all layers, would give for each block."""
+
+    def __init__(self, candidates: int) -> None:
+        self.shares = torch.full((candidates,), -torch.inf)
+
+    def add(self, shares: Tensor) -> None:
+        """Count a layer's `Representatives.shares`."""
+        self.shares = torch.maximum(self.shares, shares)
+
+    def best(self, count: int) -> list[int]:
+        """The ``count`` best blocks, ascending."""
+        order: list[int] = self.shares.sort(descending=True, stable=True).indices.tolist()
+        return sorted(order[:count])

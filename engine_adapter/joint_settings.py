@@ -24,13 +24,13 @@ class JointSettings:
     local
         The newest tokens before a chunk, which are always seen.
     blocks
-        How many blocks are selected in between, for each layer and key-value head.
+        How many blocks in between are seen: the newest ones, or those that a question selects.
     block_tokens
         Tokens per block; ``sinks`` and ``local`` are multiples of it.
     chunk
         Tokens per forward call of a prompt.
-    per_block
-        Representatives of a block.
+    representatives
+        Keys that stand for a block, for each layer and key-value head, when blocks are selected.
 
     Raises
     ------
@@ -44,7 +44,7 @@ class JointSettings:
     blocks: int = 8
     block_tokens: int = 128
     chunk: int = 256
-    per_block: int = 1
+    representatives: int = 16
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -57,9 +57,10 @@ class JointSettings:
                     f"{name} is {getattr(self, name)}; it must be a multiple of block_tokens, {self.block_tokens}",
                     setting=name,
                 )
-        if self.block_tokens % self.per_block:
+        if self.representatives > self.block_tokens:
             raise InvalidInput(
-                f"per_block is {self.per_block}; it must divide block_tokens, {self.block_tokens}", setting="per_block"
+                f"representatives is {self.representatives}, more than the {self.block_tokens} tokens of a block",
+                setting="representatives",
             )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from engine_adapter.joint import JointGeneration, JointRun, JointSession
-from engine_adapter.joint_select import Representatives
+from engine_adapter.joint_select import Representatives, Vote
 from engine_adapter.joint_settings import JointSettings
 from repo_service.domain.errors import InvalidInput, InvalidTokens, PageCorrupt, UnsupportedModel
 
-SETTINGS = JointSettings(window=512, sinks=16, local=32, blocks=5, block_tokens=16, chunk=32, per_block=1)
+SETTINGS = JointSettings(window=512, sinks=16, local=32, blocks=5, block_tokens=16, chunk=32, representatives=4)
 # Up to here the last chunk sees every token, however the blocks are chosen.
 ALL_SEEN = SETTINGS.sinks + SETTINGS.blocks * SETTINGS.block_tokens + SETTINGS.local + SETTINGS.chunk
 TOKENS = random.Random(1).choices(range(3, 500), k=700)
@@ -140,7 +140,7 @@ def test_a_closed_run_gives_its_pages_back(session: JointSession) -> None:
 def test_i3_a_damaged_page_is_an_error(session: JointSession) -> None:
     run = session.prefill(TOKENS)
     for page in session.device.pages._pages.values():
-        page.view(torch.uint8)[0, 0, 0] ^= 1
+        page.view(torch.uint8)[0, 0, 0, 0] ^= 1
     for key in session.device.pages._pages:
         session.device.pager.forget(key)
     with pytest.raises(PageCorrupt):
@@ -150,71 +150,96 @@ def test_i3_a_damaged_page_is_an_error(session: JointSession) -> None:
 # What a chunk sees
 
 
-def reckoned(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """The last logits of a Llama by the rule itself, over a state that is held whole."""
-    config, size = model.config, SETTINGS.block_tokens
-    heads, groups = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-    keys = [torch.empty(heads, 0, config.head_dim) for _ in model.model.layers]
+def reckoned(model: PreTrainedModel, tokens: list[int], seen: Callable[[int, int], list[int]]) -> Tensor:
+    """The last logits of a Llama over a state that is held whole, of which each chunk sees what it is told to."""
+    config = model.config
+    keys = [torch.empty(1, config.num_key_value_heads, 0, config.head_dim) for _ in model.model.layers]
     values = list(keys)
     cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(512)[None])
     for start in range(0, len(tokens), SETTINGS.chunk):
         hidden = model.model.embed_tokens(torch.tensor([tokens[start : start + SETTINGS.chunk]]))
-        count, total = hidden.shape[1], start + hidden.shape[1]
-        near = max(SETTINGS.sinks, -(-(start - SETTINGS.local) // size) * size)
+        count = hidden.shape[1]
+        places = seen(start, start + count)
+        mask = torch.ones(count, len(places), dtype=torch.bool).tril(len(places) - count)
         for index, layer in enumerate(model.model.layers):
             normed, attention = layer.input_layernorm(hidden), layer.self_attn
             query, key, value = (
-                projection(normed)[0].unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
+                projection(normed).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
                 for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
             )
-            keys[index], values[index] = torch.cat([keys[index], key], 1), torch.cat([values[index], value], 1)
-            out = []
-            for head in range(heads):
-                mine = query[head * groups : (head + 1) * groups]
-                far = keys[index][head, SETTINGS.sinks : near].unflatten(0, (-1, size)) if near > SETTINGS.sinks else []
-                seen = list(range(min(SETTINGS.sinks, total)))
-                if len(far):
-                    kept = Representatives(1)
-                    for block in far:
-                        kept.append(block[None])
-                    chosen = kept.select(mine[None] * attention.scaling, len(far), SETTINGS.blocks)[0]
-                    for block in chosen.tolist():
-                        seen += range(SETTINGS.sinks + block * size, SETTINGS.sinks + (block + 1) * size)
-                seen += range(near, total)
-                k, v = keys[index][head, seen][None, None], values[index][head, seen][None, None]
-                _, k = apply_rotary_pos_emb(k, k, cos[:, : len(seen)], sin[:, : len(seen)])
-                place = slice(len(seen) - count, len(seen))
-                q, _ = apply_rotary_pos_emb(mine[None], mine[None], cos[:, place], sin[:, place])
-                mask = torch.ones(count, len(seen), dtype=torch.bool).tril(len(seen) - count)
-                out.append(scaled_dot_product_attention(q, k.expand_as(k), v, attn_mask=mask, enable_gqa=True)[0])
-            hidden = hidden + attention.o_proj(torch.cat(out).transpose(0, 1).flatten(1))[None]
+            keys[index], values[index] = torch.cat([keys[index], key], 2), torch.cat([values[index], value], 2)
+            k, v = keys[index][:, :, places], values[index][:, :, places]
+            _, k = apply_rotary_pos_emb(k, k, cos[:, : len(places)], sin[:, : len(places)])
+            last = slice(len(places) - count, len(places))
+            query, _ = apply_rotary_pos_emb(query, query, cos[:, last], sin[:, last])
+            out = scaled_dot_product_attention(query, k, v, attn_mask=mask, enable_gqa=True)
+            hidden = hidden + attention.o_proj(out.transpose(1, 2).flatten(2))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     logits: Tensor = model.lm_head(model.model.norm(hidden[:, -1]))
     return logits
 
 
-def test_past_the_window_a_chunk_sees_what_the_rule_says(llama: PreTrainedModel, session: JointSession) -> None:
+def test_past_the_window_a_chunk_sees_sinks_blocks_and_what_is_near(
+    llama: PreTrainedModel, session: JointSession
+) -> None:
+    run = session.prefill(TOKENS)
+    size, far, chosen = SETTINGS.block_tokens, SETTINGS.blocks * SETTINGS.block_tokens, run.cache.view.selected
+    assert chosen is not None
+    assert len(chosen) == SETTINGS.blocks
+
+    def seen(start: int, stop: int) -> list[int]:
+        near = max(SETTINGS.sinks, -(-(start - SETTINGS.local) // size) * size)
+        places = list(range(min(SETTINGS.sinks, stop)))
+        if stop < len(TOKENS):
+            return places + list(range(max(SETTINGS.sinks, near - far), stop))
+        for block in chosen:
+            places += range(SETTINGS.sinks + block * size, SETTINGS.sinks + (block + 1) * size)
+        return places + list(range(near, stop))
+
     with torch.no_grad():
-        expected = reckoned(llama, TOKENS)
-    assert float((session.prefill(TOKENS).logits - expected).abs().max()) < 1e-4
+        expected = reckoned(llama, TOKENS, seen)
+    assert float((run.logits - expected).abs().max()) < 1e-4
     assert float((plain(llama, TOKENS) - expected).abs().max()) > 1e-2
 
 
-def test_a_block_is_found_by_what_its_keys_answer() -> None:
+def test_a_question_selects_the_block_that_its_queries_look_for() -> None:
     generator = torch.Generator().manual_seed(0)
-    kept = Representatives(1)
-    keys = torch.randn(3000, 2, 16, 8, generator=generator)
-    keys[1700, 0] += 6.0
-    keys[40, 1] -= 6.0
+    kept = Representatives(4)
+    keys = torch.randn(700, 2, 16, 8, generator=generator)
+    keys[417, 1, 5] += 4.0
     for block in keys:
         kept.append(block)
-    queries = torch.stack([torch.ones(1, 100, 8), -torch.ones(1, 100, 8)])
-    chosen = kept.select(queries, 3000, 2)
-    assert 1700 in chosen[0]
-    assert 40 in chosen[1]
-    assert chosen.tolist() == [sorted(row) for row in chosen.tolist()]
+    queries = torch.randn(2, 3, 20, 8, generator=generator)
+    queries[1, 2, 7] = 3.0
+    vote = Vote(700)
+    vote.add(kept.shares(queries, torch.zeros(2, 3, 20), 700))
+    assert 417 in vote.best(2)
+    assert vote.best(5) == sorted(vote.best(5))
+
+
+def test_a_head_that_has_what_it_looks_for_nearby_votes_for_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kept = Representatives(4)
+    for block in torch.randn(20, 1, 16, 8, generator=generator):
+        kept.append(block)
+    queries = torch.randn(1, 1, 5, 8, generator=generator)
+    content, idle = (float(kept.shares(queries, torch.full((1, 1, 5), near), 20).max()) for near in (100.0, 0.0))
+    assert content < -50.0 < idle
+
+
+def test_scores_do_not_depend_on_tiles() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = torch.randn(600, 1, 16, 8, generator=generator), torch.randn(1, 1, 5, 8, generator=generator)
+    kept = Representatives(16)
+    for block in keys:
+        kept.append(block)
+    scores = torch.einsum("hgtd,bhrd->hgtbr", queries, keys)
+    expected = (scores.amax(-1) - scores.flatten(-2).logsumexp(-1, keepdim=True)).amax((0, 1, 2))
+    shares = kept.shares(queries, torch.full((1, 1, 5), -torch.inf), 600)
+    assert torch.allclose(shares, expected, atol=1e-5)
     kept.truncate(100)
-    assert kept.blocks == 100
+    kept.append(keys[100])
+    assert torch.allclose(kept.shares(queries, torch.zeros(1, 1, 5), 101).argmax(), shares[:101].argmax())
 
 
 # Refused before any work
@@ -230,7 +255,7 @@ def test_a_block_is_found_by_what_its_keys_answer() -> None:
         ({"blocks": -1}, "blocks is -1"),
         ({"chunk": 0}, "chunk is 0"),
         ({"chunk": True}, "chunk is True"),
-        ({"per_block": 3}, "per_block is 3"),
+        ({"representatives": 17}, "representatives is 17"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
