@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
@@ -287,7 +288,7 @@ def test_a_family_without_rotary_tables_is_refused_by_name() -> None:
 def test_attention_that_is_more_than_a_softmax_is_refused() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
     with pytest.raises(UnsupportedModel, match="softcap"):
         JointSession(Gemma2ForCausalLM(config).eval(), None, SETTINGS)
