@@ -85,6 +85,16 @@ def _paged(small: bool) -> Mapping[str, Any]:
     return {dtype: paged.run(lengths, 2 if small else 16, "smollm2", dtype) for dtype in dtypes}
 
 
+def _joint(small: bool) -> Mapping[str, Any]:
+    from benchmarks import joint
+
+    multiples, needles = ([2], 3) if small else ([1, 4, 8, 16], 16)
+    return {
+        f"{model}, {dtype}": joint.run(model, dtype, 2048, multiples, needles)
+        for model, dtype in (("smollm2", "float32"), ("smollm2", "bfloat16"), ("gemma3", "bfloat16"))
+    }
+
+
 BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "restore": ("verified restore against a raw read and a sendfile server; safetensors, torch, zarr", _restore),
     "push": ("push against raw write and fsync; safetensors, torch, zarr", _push),
@@ -96,6 +106,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "ttft": ("time to first token, grafted against fresh, at 2k, 4k and 8k tokens (SmolLM2-135M)", _ttft),
     "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),
     "paged": ("time per token, stalls and device memory, paged against resident, by length (SmolLM2-135M)", _paged),
+    "joint": ("needles found, time per token and device memory of joint attention, by length", _joint),
     "node-cache": ("pull through the service, cold and warm cache of the node, against a raw read", _node_cache),
 }
 

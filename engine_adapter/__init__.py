@@ -6,17 +6,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine_adapter.joint import JointSession
+    from engine_adapter.joint_settings import JointSettings
     from engine_adapter.paged_attention import paged_attention
     from engine_adapter.run import Generation, Run
     from engine_adapter.session import GraftSession
     from engine_adapter.verify import VerifyReport
     from repo_service.client import open_repository
 
-__all__ = ["Generation", "GraftSession", "Run", "VerifyReport", "open_repository", "paged_attention"]
+__all__ = [
+    "Generation",
+    "GraftSession",
+    "JointSession",
+    "JointSettings",
+    "Run",
+    "VerifyReport",
+    "open_repository",
+    "paged_attention",
+]
 
 _HOMES = {
     "Generation": "engine_adapter.run",
     "GraftSession": "engine_adapter.session",
+    "JointSession": "engine_adapter.joint",
+    "JointSettings": "engine_adapter.joint_settings",
     "Run": "engine_adapter.run",
     "VerifyReport": "engine_adapter.verify",
     "open_repository": "repo_service.client",

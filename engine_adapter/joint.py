@@ -184,7 +184,7 @@ class JointSession:
         shape = (2, heads, self.settings.block_tokens, dim)
         if device_pages is None:
             device_pages = max(1, full * self.settings.blocks)
-        rotary = Rotary(model, self.settings.window)
+        rotary = Rotary(model, self.settings.window, dim)
         pages = HostPages(shape, model.dtype, directory)
         self.device = Device(
             self.settings,

@@ -24,6 +24,8 @@ class Rotary:
         A causal language model of transformers.
     window
         Positions in the table.
+    dim
+        Of a head.
 
     Raises
     ------
@@ -31,7 +33,7 @@ class Rotary:
         Without a rotary table, or with one that position 0 does not leave everything as it is.
     """
 
-    def __init__(self, model: PreTrainedModel, window: int) -> None:
+    def __init__(self, model: PreTrainedModel, window: int, dim: int) -> None:
         kind = model.config.model_type
         found = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
         if len(found) != 1:
@@ -54,6 +56,10 @@ class Rotary:
         for cos, sin in self._tables.values():
             if not (bool((cos[:, 0] == 1).all()) and bool((sin[:, 0] == 0).all())):
                 raise _unsupported(kind, "a rotary table that scales what it rotates")
+        try:
+            self.rotate(like.new_zeros(1, 1, 1, dim), kinds[0], 0)
+        except RuntimeError:
+            raise _unsupported(kind, f"a rotation that does not take a head's {dim} dimensions") from None
 
     @property
     def device_bytes(self) -> int:

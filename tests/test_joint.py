@@ -288,10 +288,35 @@ def test_a_family_without_rotary_tables_is_refused_by_name() -> None:
 def test_attention_that_is_more_than_a_softmax_is_refused() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    sizes: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+    }
     config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
     with pytest.raises(UnsupportedModel, match="softcap"):
         JointSession(Gemma2ForCausalLM(config).eval(), None, SETTINGS)
+
+
+def test_a_rotation_of_part_of_a_head_is_refused() -> None:
+    from transformers import PhiConfig, PhiForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = PhiForCausalLM(PhiConfig(**sizes, num_attention_heads=4, max_position_embeddings=2048)).eval()
+    with pytest.raises(UnsupportedModel, match="does not take a head's 16 dimensions"):
+        JointSession(model, None, SETTINGS)
+
+
+def test_a_table_that_scales_is_refused() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+    config = LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=2048, rope_parameters=yarn)
+    with pytest.raises(UnsupportedModel, match="scales what it rotates"):
+        JointSession(LlamaForCausalLM(config).eval(), None, SETTINGS)
 
 
 def test_no_tokens_and_strange_ones_are_refused(session: JointSession) -> None:
