@@ -85,6 +85,12 @@ class Vote:
         self.shares = torch.maximum(self.shares, shares)
 
     def best(self, count: int) -> list[int]:
-        """The ``count`` best blocks, ascending."""
+        """``count`` blocks, ascending: the best with the ones after and before it, the next best with its, and so on.
+
+        What is looked for may lie across two blocks, and what follows it is as a rule what is wanted.
+        """
         order: list[int] = self.shares.sort(descending=True, stable=True).indices.tolist()
-        return sorted(order[:count])
+        chosen = dict.fromkeys(
+            place for block in order for place in (block, block + 1, block - 1) if 0 <= place < len(order)
+        )
+        return sorted(list(chosen)[:count])
