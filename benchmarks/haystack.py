@@ -47,11 +47,11 @@ class Needle:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Token ids, and where the needles begin in them."""
+    """Token ids, and where the needles lie in them."""
 
     tokens: list[int]
     needles: list[Needle]
-    places: list[int]
+    places: list[range]
 
 
 def passkey(seed: int) -> list[Needle]:
@@ -84,7 +84,7 @@ def _needles(names: list[str], seed: int) -> list[Needle]:
 def haystack(
     tokenizer: PreTrainedTokenizerBase, length: int, needles: list[Needle], seed: int, depth: float | None = None
 ) -> Haystack:
-    """``length`` tokens of text, two thirds prose and one third code, with needles spread evenly or at a depth."""
+    """``length`` tokens of text, two thirds prose and one third code, with needles spread over it or at a depth."""
     hidden = [tokenizer.encode(needle.text, add_special_tokens=False) for needle in needles]
     room = length - sum(len(tokens) for tokens in hidden)
     first = (
@@ -93,13 +93,14 @@ def haystack(
         else [tokenizer.bos_token_id]
     )
     straw = first + _straw(tokenizer, room - len(first), seed)
-    order = random.Random(seed).sample(range(len(needles)), len(needles))
+    chance = random.Random(seed)
+    order = chance.sample(range(len(needles)), len(needles))
     tokens: list[int] = []
-    places, used = [0] * len(needles), 0
+    places, used = [range(0)] * len(needles), 0
     for number, needle in enumerate(order):
-        stop = int(room * ((number + 0.5) / len(needles) if depth is None else depth))
+        stop = int(room * ((number + chance.random()) / len(needles) if depth is None else depth))
         tokens += straw[used:stop]
-        places[needle], used = len(tokens), stop
+        used, places[needle] = stop, range(len(tokens), len(tokens) + len(hidden[needle]))
         tokens += hidden[needle]
     return Haystack(tokens + straw[used:], needles, places)
 

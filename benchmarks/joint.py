@@ -67,17 +67,20 @@ def _at(session: JointSession, length: int, needles: list[Needle]) -> dict[str, 
     return result
 
 
-def _ask(session: JointSession, run: JointRun, place: int, needle: Needle) -> dict[str, Any]:
+def _ask(session: JointSession, run: JointRun, place: range, needle: Needle) -> dict[str, Any]:
     assert session.tokenizer is not None
     settings = session.settings
     began = time.perf_counter()
     session.extend(run, session.tokenizer.encode(needle.question, add_special_tokens=False))
     selected = run.cache.view.selected
     text = session.generate(run, _ANSWER_TOKENS).text or ""
-    block = (place - settings.sinks) // settings.block_tokens
+    blocks = range(
+        (place.start - settings.sinks) // settings.block_tokens,
+        (place.stop - 1 - settings.sinks) // settings.block_tokens + 1,
+    )
+    local = (settings.near(len(run.tokens)) - settings.sinks) // settings.block_tokens
     return {
         "s": time.perf_counter() - began,
         "correct": needle.answer in text,
-        # A needle is shorter than a block, and may lie across two.
-        "found": selected is None or block in selected or block + 1 in selected,
+        "found": selected is None or all(block < 0 or block in selected or block >= local for block in blocks),
     }
