@@ -20,10 +20,12 @@ from synthetic import BLOCK_TOKENS, artifact
 from test_api import serving
 
 from repo_service.client import open_repository
+from repo_service.client.http import HttpPush, HttpRepository
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing, KvgraftError, PushNotFound, TagNotFound
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.views import ArtifactQuery
 from repo_service.services.read import held_chunks
+from repo_service.services.repository import LocalRepository
 from tests.fault.suite import Fault
 
 _NAMESPACES = ("default", "team-a")
@@ -78,6 +80,9 @@ class _Machine(RuleBasedStateMachine):
     def opened(self, root: Path) -> AbstractContextManager[Repository]:
         raise NotImplementedError(root)
 
+    def taken_up(self, running: _Running) -> Push:
+        raise NotImplementedError(running)
+
     def teardown(self) -> None:
         self._opened.close()
         self._stack.close()
@@ -95,13 +100,7 @@ class _Machine(RuleBasedStateMachine):
         self._reopen()
         # A push is taken up by its id, by whoever knows it.
         for running in self.running:
-            self._take_up(running)
-
-    def _take_up(self, running: _Running) -> None:
-        fresh = self.repository.begin_push(running.made[0].fingerprint, running.namespace)
-        fresh.abort()
-        old, running.push = running.push, fresh
-        vars(running.push).update({name: vars(old)[name] for name in ("id", "_path") if name in vars(old)})
+            running.push = self.taken_up(running)
 
     @rule(namespace=st.sampled_from(_NAMESPACES), index=st.integers(0, 7), part=st.integers(0, 99))
     def push_part(self, namespace: str, index: int, part: int) -> None:
@@ -299,12 +298,21 @@ class _Embedded(_Machine):
         with open_repository(f"file://{root}") as repository:
             yield repository
 
+    def taken_up(self, running: _Running) -> Push:
+        assert isinstance(self.repository, LocalRepository)
+        return self.repository.resume_push(running.push.id, running.namespace)
+
 
 class _Http(_Machine):
     @contextmanager
     def opened(self, root: Path) -> Iterator[Repository]:
-        with serving(root) as service, open_repository(service.url) as repository:
+        with serving(root) as service, open_repository(service.url, cache="off") as repository:
             yield repository
+
+    def taken_up(self, running: _Running) -> Push:
+        assert isinstance(self.repository, HttpRepository)
+        transport, reach = self.repository._transport, self.repository._reach
+        return HttpPush(self.repository, transport, running.push.id, running.namespace, reach)
 
 
 def model(_directory: Path, seed: int, *, runs: int, steps: int) -> dict[str, Any]:
