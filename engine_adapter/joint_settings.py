@@ -41,8 +41,8 @@ class JointSettings:
     window: int = 0
     sinks: int = 128
     local: int = 512
-    blocks: int = 8
-    block_tokens: int = 128
+    blocks: int = 16
+    block_tokens: int = 64
     chunk: int = 256
     representatives: int = 16
 
