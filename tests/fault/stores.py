@@ -205,18 +205,20 @@ def _trial(directory: Path, template: Path, operation: Operation, fault: Breakag
                 for path in root.glob(operation.lost) if operation.lost else ():
                     path.unlink()
                 fault.armed = True
+                # What can't be read while a repository is opened is looked for by the next to open it.
+                reopen = True
             try:
                 opened = Opened(root)
             except (RepositoryError, Corrupt):
-                assert fault.fired, "it can't be opened"
-                fault.armed, reopen = False, True
+                assert operation.lost is not None and fault.fired, "it can't be opened"
+                fault.armed = False
             else:
                 with opened:
                     fault.armed = True
                     failed = _attempt(operation, opened.repository)
                     fault.armed = False
                     assert fault.fired or not failed, "it failed without a fault"
-                    opened.check(known, must=must)
+                    opened.check(known, must=() if operation.lost is not None else must)
                     if not reopen:
                         _retry(operation, opened, known)
         if reopen:
