@@ -210,7 +210,8 @@ def _trial(directory: Path, template: Path, operation: Operation, fault: Breakag
             try:
                 opened = Opened(root)
             except (RepositoryError, Corrupt):
-                assert operation.lost is not None and fault.fired, "it can't be opened"
+                assert operation.lost is not None, "it can't be opened"
+                assert fault.fired, "it can't be opened, without a fault"
                 fault.armed = False
             else:
                 with opened:
