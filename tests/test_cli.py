@@ -56,6 +56,9 @@ COMMANDS = [
     "token revoke",
     "migrate",
     "cache",
+    "library add",
+    "library list",
+    "ask",
 ]
 ESCAPE = "\x1b[31m"
 
