@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -207,12 +208,15 @@ def test_a_store_works_in_the_process_and_in_its_forks(store: S3Store) -> None:
             try:
                 same = store.get("a/parent") == b"before"
                 code = 0 if same and store.put_if_absent(f"a/{number}", b"child") else 2
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0, 0, 0]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     stop.set()
     thread.join()
+    assert ended == [0, 0, 0]
     assert [store.get(f"a/{number}") for number in range(3)] == [b"child"] * 3
 
 
