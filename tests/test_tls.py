@@ -209,7 +209,8 @@ def test_i8_a_reader_that_stalls_holds_a_turn_and_is_cut(
                     got += len(piece)
             except (ssl.SSLError, ConnectionError):
                 pass
-            assert got < spec.size // 2
+            # The system's buffers may hold 4 MiB of what was sent before the connection was cut.
+            assert got < spec.size * 3 // 4
 
 
 def test_a_slow_reader_gets_its_chunk_in_longer_than_a_transfer_may_stall(
