@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -73,11 +74,16 @@ def error_of(answer: urllib3.BaseHTTPResponse) -> tuple[int, str]:
 
 
 @contextmanager
-def serving(root: Place, tracer_provider: Any = None, **settings: Any) -> Iterator[Service]:
+def serving(
+    root: Place, tracer_provider: Any = None, *, send_buffer: int | None = None, **settings: Any
+) -> Iterator[Service]:
+    """A service in this process; its connections take the ``send_buffer`` of bytes from the socket that listens."""
     with open_local(root.as_uri()) as repository:
         configured = Settings(port=0, **settings)
         server = make_server(repository, configured, tracer_provider)
         with listen(configured) as listener:
+            if send_buffer is not None:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()
             try:
