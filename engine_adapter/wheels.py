@@ -115,6 +115,45 @@ def locked(path: Path, report: Progress) -> Iterator[None]:
         yield
 
 
+def made_once(target: Path, what: str, make: Callable[[Path, Path], None], report: Progress) -> bool:
+    """Make a directory on first use, whole or not at all, by one process at a time; True if this call made it.
+
+    Parameters
+    ----------
+    what
+        What is made, for errors.
+    make
+        Called with a directory to work in, which goes away, and the one in it to fill.
+
+    Raises
+    ------
+    ModelUnavailable
+    """
+    if target.is_dir():
+        return False
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(target.with_name(f".{target.name}.lock"), report):
+            if target.is_dir():
+                return False
+            _make(target, make)
+    except OSError as error:
+        raise ModelUnavailable(f"cannot make {what} in {target.parent}: {error}") from error
+    return True
+
+
+def _make(target: Path, make: Callable[[Path, Path], None]) -> None:
+    work = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)  # left by a process that was killed
+    try:
+        made = work / "model"
+        made.mkdir(parents=True)
+        make(work, made)
+        os.replace(made, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def cache_root(cache_dir: str | os.PathLike[str] | None) -> Path:
     """Where models are kept: ``cache_dir``, else ``$KVGRAFT_CACHE``, else ``~/.cache/kvgraft``."""
     return Path(cache_dir or os.environ.get("KVGRAFT_CACHE") or "~/.cache/kvgraft").expanduser()
