@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,7 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.haystack import Haystack, Hidden, haystack, spread
+from benchmarks.ladder_plot import draw
 from benchmarks.ladder_ways import Joint, Library, Plain, Text, Truncated, Way
+from benchmarks.lines import Lines
 from benchmarks.needles import TASKS, passkey
 from benchmarks.record import machine
 from engine_adapter import GraftSession, open_repository
@@ -33,6 +35,7 @@ RESULTS = Path(__file__).parent / "results" / "ladder.jsonl"
 MULTIPLES = [1, 2, 4, 8, 16, 32, 64, 88, 128]
 WAYS = ("truncated", "plain", "library", "text", "joint")
 
+_KEY = ("model", "window", "way", "task", "multiple", "trial")
 # Dense attention over more takes hours, and is worth nothing by then.
 _PLAIN_TOKENS = 32_768
 _CHECKED_MULTIPLE = 8
@@ -84,49 +87,41 @@ def run(
     ladders: Sequence[Ladder], ways: Sequence[str], tasks: Sequence[str], results: Path = RESULTS
 ) -> dict[str, Any]:
     """Ask what has no line in ``results`` yet, and say what all lines come to."""
+    lines = Lines(results, _KEY)
     for ladder in ladders:
         with _Bench(ladder) as bench:
             for name in ways:
-                _climb(bench, name, tasks, results)
-    return summary(results)
+                _climb(bench, name, tasks, lines)
+    return summary(lines)
 
 
-def _climb(bench: _Bench, name: str, tasks: Sequence[str], results: Path) -> None:
+def _climb(bench: _Bench, name: str, tasks: Sequence[str], lines: Lines) -> None:
     ladder, way = bench.ladder, None
-    done = {_key(line) for line in _lines(results)}
-    try:
-        for task in tasks:
-            for context in _contexts(ladder, name, task):
-                about = {
-                    "model": ladder.model, "window": ladder.window, "way": name, "task": task,
-                    "multiple": context.multiple,
-                }  # fmt: skip
-                due = {
-                    number: trial
-                    for number, trial in context.trials.items()
-                    if _key(about | {"trial": trial}) not in done
-                }
-                if not due:
-                    continue
-                way = way or bench.way(name)
-                length = context.multiple * ladder.window
-                hay = bench.haystack(context).upto(length)
-                needles = {number: context.hidden[number].needle for number in due}
-                for number, reading in zip(due, way.ask(hay, needles), strict=True):
-                    depth = [round(place / length, 3) for place in context.hidden[number].places]
-                    line = about | {"trial": due[number], "depth": depth, "tokens": len(hay.tokens)} | asdict(reading)
-                    line |= {"dtype": ladder.dtype, "cpu": bench.cpu}
-                    with results.open("a") as file:
-                        file.write(json.dumps(line) + "\n")
-                    print(
-                        f"{ladder.model} {ladder.window} {name} {task} {context.multiple}x trial {due[number]}: "
-                        f"{reading.share:.2f}" + ("" if reading.found is None else f", found {reading.found}"),
-                        file=sys.stderr,
-                        flush=True,
-                    )
-    finally:
-        if way is not None:
-            way.close()
+    with ExitStack() as stack:
+        for context in (context for task in tasks for context in _contexts(ladder, name, task)):
+            about: dict[str, Any] = {
+                "model": ladder.model,
+                "window": ladder.window,
+                "way": name,
+                "task": context.task,
+                "multiple": context.multiple,
+            }
+            due = {n: trial for n, trial in context.trials.items() if about | {"trial": trial} not in lines}
+            if not due:
+                continue
+            if way is None:
+                way = bench.way(name)
+                stack.callback(way.close)
+            length = context.multiple * ladder.window
+            hay = bench.haystack(context).upto(length)
+            readings = way.ask(hay, {number: context.hidden[number].needle for number in due})
+            for (number, trial), reading in zip(due.items(), readings, strict=True):
+                depth = [round(place / length, 3) for place in context.hidden[number].places]
+                made_with = {"dtype": ladder.dtype, "cpu": bench.cpu}
+                lines.append(
+                    about | {"trial": trial, "depth": depth, "tokens": len(hay.tokens)} | asdict(reading) | made_with
+                )
+                print(*about.values(), f"trial {trial}: {reading}", file=sys.stderr, flush=True)
 
 
 def _contexts(ladder: Ladder, way: str, task: str) -> Iterator[Context]:
@@ -214,10 +209,10 @@ class _Bench(ExitStack):
         return self._haystack[1]
 
 
-def summary(results: Path = RESULTS) -> dict[str, Any]:
+def summary(lines: Lines) -> dict[str, Any]:
     """What all lines come to, by model and window, way, task and multiple."""
     found: dict[str, Any] = {}
-    for line in _lines(results):
+    for line in lines:
         ladder = found.setdefault(f"{line['model']}, window {line['window']}, {line['dtype']}", {})
         rungs = ladder.setdefault(line["way"], {}).setdefault(line["task"], {})
         rung = rungs.setdefault(f"{line['multiple']}x", {"asked": 0, "share": 0.0, "device_bytes": 0})
@@ -238,17 +233,6 @@ def summary(results: Path = RESULTS) -> dict[str, Any]:
     ):
         rung["share"] = round(rung["share"] / rung["asked"], 3)
     return found
-
-
-def _lines(results: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in results.read_text().splitlines()]
-    except FileNotFoundError:
-        return []
-
-
-def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in ("model", "window", "way", "task", "multiple", "trial"))
 
 
 def main() -> None:
@@ -272,9 +256,9 @@ def main() -> None:
         for ladder in LADDERS
         if arguments.model in (None, ladder.model) and arguments.window in (None, ladder.window)
     ]
-    json.dump(
-        run(ladders, arguments.way or WAYS, arguments.task or list(TASKS), arguments.results), sys.stdout, indent=1
-    )
+    found = run(ladders, arguments.way or WAYS, arguments.task or list(TASKS), arguments.results)
+    draw(found, arguments.results.parent)
+    json.dump(found, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

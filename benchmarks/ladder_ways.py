@@ -37,6 +37,8 @@ class Reading:
     ----------
     share
         Of the numbers that were asked for, those in the answer.
+    answer
+        As it was generated.
     found
         Whether what the way chose to show the model holds the whole needle; None where nothing is chosen.
     device_bytes
@@ -46,6 +48,7 @@ class Reading:
     """
 
     share: float
+    answer: str
     found: bool | None
     seconds: float
     device_bytes: int
@@ -231,7 +234,7 @@ class Joint:
             for place in places
             for token in place
         ]
-        return Reading(needle.share(text), all(seen), time.perf_counter() - began, session.device_bytes(run))
+        return Reading(needle.share(text), text, all(seen), time.perf_counter() - began, session.device_bytes(run))
 
 
 def _indexed(index: PassageIndex, hay: Haystack, room: int) -> dict[str, Haystack]:
@@ -250,4 +253,5 @@ def _answered(session: GraftSession, run: Run, needle: Needle) -> tuple[Reading,
     seconds = time.perf_counter() - began
     layers: Sequence[Any] = run.cache.layers
     held = sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
-    return Reading(needle.share(made.text or ""), None, seconds, held), made.logits_sha256
+    text = made.text or ""
+    return Reading(needle.share(text), text, None, seconds, held), made.logits_sha256

@@ -178,6 +178,15 @@ def variables(count: int, seed: int) -> list[Needle]:
     return needles
 
 
+def owned_numbers(count: int, each: int, seed: int) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Of ``count`` owners what a number is for, the owner, and ``each`` numbers."""
+    numbers = _numbers(count * each, seed)
+    return [
+        (_KINDS[place % len(_KINDS)], owner, tuple(numbers[place * each : (place + 1) * each]))
+        for place, owner in enumerate(_owners(count, seed))
+    ]
+
+
 TASKS: Mapping[str, Callable[[int, int], list[Needle]]] = {
     "passkey": passkey,
     "multi-key": multi_key,
