@@ -1,6 +1,6 @@
-"""A haystack of real prose and code with needles in it: text that anybody has, since it is a pinned package's.
+"""A haystack of real prose and code with needles in it: text that anybody can have, that of pinned packages.
 
-The prose is Django's manual, the code Django itself, both out of one source distribution checked by digest.
+The prose is the manuals of Django and SQLAlchemy, the code is theirs, out of source distributions checked by digest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,31 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.needles import Needle
 
-DISTRIBUTION = "django-5.2.8.tar.gz"
-SHA256 = "23254866a5bb9a2cfa6004e8b809ec6246eba4b58a7589bc2772f1bcc8456c7f"
+
+@dataclass(frozen=True)
+class Distribution:
+    """A source distribution, and where its prose and its code are."""
+
+    file: str
+    sha256: str
+    prose: tuple[str, str]
+    code: str
+
+
+DISTRIBUTIONS = (
+    Distribution(
+        "django-5.2.8.tar.gz",
+        "23254866a5bb9a2cfa6004e8b809ec6246eba4b58a7589bc2772f1bcc8456c7f",
+        ("docs/", ".txt"),
+        "django/",
+    ),
+    Distribution(
+        "sqlalchemy-2.0.44.tar.gz",
+        "0ae7454e1ab1d780aee69fd2aae7d6b8670a581d8847f2d1e0f7ddfbf47e5a22",
+        ("doc/build/", ".rst"),
+        "lib/",
+    ),
+)
 
 _SEGMENT_CHARACTERS = 400
 
@@ -161,28 +184,35 @@ def _segments(text: str) -> Iterator[str]:
 
 @cache
 def real_texts() -> tuple[list[str], list[str]]:
-    """Prose and code: about 1.6 million and 1.0 million tokens."""
-    prose, code = [], []
-    with tarfile.open(_fetch()) as archive:
-        for member in sorted(archive.getmembers(), key=lambda member: member.name):
-            name, file = member.name.partition("/")[2], archive.extractfile(member)
-            if file is None:
-                continue
-            if name.startswith("docs/") and name.endswith(".txt"):
-                prose.append(file.read().decode())
-            elif name.startswith("django/") and name.endswith(".py") and member.size > 2_000 and "/locale/" not in name:
-                code.append(file.read().decode())
+    """Prose and code, about 12 and 11 million characters."""
+    prose: list[str] = []
+    code: list[str] = []
+    for distribution in DISTRIBUTIONS:
+        beginning, ending = distribution.prose
+        with tarfile.open(_fetch(distribution)) as archive:
+            for member in sorted(archive.getmembers(), key=lambda member: member.name):
+                name, file = member.name.partition("/")[2], archive.extractfile(member)
+                if file is None:
+                    continue
+                if name.startswith(beginning) and name.endswith(ending):
+                    prose.append(file.read().decode())
+                elif name.startswith(distribution.code) and name.endswith(".py") and _is_code(name, member.size):
+                    code.append(file.read().decode())
     return prose, code
 
 
-def _fetch() -> Path:
+def _is_code(name: str, size: int) -> bool:
+    return size > 2_000 and "/locale/" not in name
+
+
+def _fetch(distribution: Distribution) -> Path:
     root = Path(os.environ.get("KVGRAFT_CACHE") or "~/.cache/kvgraft").expanduser() / "texts"
-    path = root / DISTRIBUTION
+    path = root / distribution.file
     if not path.is_file():
         root.mkdir(parents=True, exist_ok=True)
-        project, version = DISTRIBUTION.removesuffix(".tar.gz").split("-")
+        project, version = distribution.file.removesuffix(".tar.gz").split("-")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", project, "--quiet"]
         subprocess.run([*command, "--dest", str(root), f"{project}=={version}"], check=True)
-    if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
-        raise RuntimeError(f"{path} is not the pinned {DISTRIBUTION}: remove it")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != distribution.sha256:
+        raise RuntimeError(f"{path} is not the pinned {distribution.file}: remove it")
     return path

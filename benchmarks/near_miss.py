@@ -68,7 +68,9 @@ def run(model_name: str, pairs: int) -> dict[str, Any]:
     ):
         library = Library(session, window=WINDOW, reserve=RESERVE)
         siblings = _add(library, Path(directory, "documents"), pairs)
-        texts = {one.artifact_id: repository.manifest(one.artifact_id).text or "" for one in siblings}
+        texts = {
+            one.artifact_id: repository.manifest(one.artifact_id, session.namespace).text or "" for one in siblings
+        }
         index = PassageIndex(None)
         router = LexicalRouter(index)
         ways: dict[str, Counter[str]] = {}
