@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks.record import machine, record
@@ -95,6 +97,34 @@ def _joint(small: bool) -> Mapping[str, Any]:
     }
 
 
+def _near_miss(small: bool) -> Mapping[str, Any]:
+    from benchmarks import near_miss
+
+    return {model: near_miss.run(model, 2 if small else 20) for model in ("smollm2", "gemma3")[: 1 if small else 2]}
+
+
+def _headline(small: bool) -> Mapping[str, Any]:
+    from benchmarks import headline
+
+    if small:
+        with tempfile.TemporaryDirectory(prefix="kvgraft-bench-") as directory:
+            return headline.run(Path(directory), 2, 2048, Path(directory, "headline.jsonl"))
+    return headline.run(headline.usual_directory())
+
+
+def _ladder(small: bool) -> Mapping[str, Any]:
+    from benchmarks import ladder, ladder_plot
+    from benchmarks.needles import TASKS
+
+    if small:
+        with tempfile.TemporaryDirectory(prefix="kvgraft-bench-") as directory:
+            steps = [ladder.Ladder("smollm2", 2048, multiples=(1,))]
+            return ladder.run(steps, ladder.WAYS, ["multi-key"], Path(directory, "ladder.jsonl"))
+    found = ladder.run(ladder.LADDERS, ladder.WAYS, list(TASKS))
+    ladder_plot.draw(found, ladder.RESULTS.parent)
+    return found
+
+
 BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "restore": ("verified restore against a raw read and a sendfile server; safetensors, torch, zarr", _restore),
     "push": ("push against raw write and fsync; safetensors, torch, zarr", _push),
@@ -107,6 +137,9 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),
     "paged": ("time per token, stalls and device memory, paged against resident, by length (SmolLM2-135M)", _paged),
     "joint": ("needles found, time per token and device memory of joint attention, by length", _joint),
+    "ladder": ("needles at 1 to 128 windows by each way past the window; hours, and can be gone on with", _ladder),
+    "near-miss": ("answers from the wrong artifact, with and without the confidence gate", _near_miss),
+    "headline": ("2,854,766 tokens in 88 artifacts of Gemma 3 270M; hours, and can be gone on with", _headline),
     "node-cache": ("pull through the service, cold and warm cache of the node, against a raw read", _node_cache),
 }
 

@@ -1,6 +1,6 @@
-"""A haystack of real prose and code with needles in it: text that anybody has, since it is a pinned package's.
+"""A haystack of real prose and code with needles in it: text that anybody can have, that of pinned packages.
 
-The prose is Django's manual, the code Django itself, both out of one source distribution checked by digest.
+The prose is the manuals of Django and SQLAlchemy, the code is theirs, out of source distributions checked by digest.
 """
 
 from __future__ import annotations
@@ -8,136 +8,211 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 import subprocess
 import sys
 import tarfile
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import accumulate, chain
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-DISTRIBUTION = "django-5.2.8.tar.gz"
-SHA256 = "23254866a5bb9a2cfa6004e8b809ec6246eba4b58a7589bc2772f1bcc8456c7f"
-
-# What a needle gives a number to. No two of them name the same thing.
-_KINDS = [
-    "pass key", "secret code", "magic number", "door code", "locker combination", "account number", "ticket number",
-    "serial number", "telephone extension", "flight number", "invoice number", "license plate", "room number",
-    "badge number", "lottery number", "radio frequency", "launch code", "vault number", "alarm code", "parcel number",
-]  # fmt: skip
-_OWNERS = [
-    "amber falcon", "silver harbor", "crimson piano", "velvet garden", "copper lantern", "emerald castle",
-    "golden rabbit", "purple anchor", "marble tiger", "frozen violin", "hidden meadow", "scarlet bridge",
-    "wooden crown", "quiet engine", "yellow comet", "bronze whale", "paper dragon", "orange temple", "broken mirror",
-    "lonely planet", "iron orchard", "crystal wagon", "dusty saddle", "gentle thunder", "hollow mountain",
-    "jagged island", "lucky sparrow", "mighty pickle", "noble turnip", "polar kettle", "rapid beetle",
-    "silent bakery",
-]  # fmt: skip
+from benchmarks.needles import Needle
 
 
 @dataclass(frozen=True)
-class Needle:
-    """A sentence to hide, the question about it, and the number that answers it."""
+class Distribution:
+    """A source distribution, and where its prose and its code are."""
+
+    file: str
+    sha256: str
+    prose: tuple[str, str]
+    code: str
+
+
+DISTRIBUTIONS = (
+    Distribution(
+        "django-5.2.8.tar.gz",
+        "23254866a5bb9a2cfa6004e8b809ec6246eba4b58a7589bc2772f1bcc8456c7f",
+        ("docs/", ".txt"),
+        "django/",
+    ),
+    Distribution(
+        "sqlalchemy-2.0.44.tar.gz",
+        "0ae7454e1ab1d780aee69fd2aae7d6b8670a581d8847f2d1e0f7ddfbf47e5a22",
+        ("doc/build/", ".rst"),
+        "lib/",
+    ),
+)
+
+_SEGMENT_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of text, at most a paragraph, and its token ids; and which needle it is a sentence of."""
 
     text: str
-    question: str
-    answer: str
+    tokens: list[int] = field(repr=False)
+    needle: int | None = None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A needle, and before how many tokens of straw each of its sentences lies."""
+
+    needle: Needle
+    places: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """Token ids, and where the needles lie in them."""
+    """A text of segments.
 
-    tokens: list[int]
-    needles: list[Needle]
-    places: list[range]
+    Attributes
+    ----------
+    opening
+        Tokens before the text: what the tokenizer begins a text with.
+    """
+
+    opening: list[int]
+    segments: list[Segment]
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Token ids, the opening included."""
+        return list(chain(self.opening, *(segment.tokens for segment in self.segments)))
+
+    @cached_property
+    def _stops(self) -> list[int]:
+        return list(accumulate((len(segment.tokens) for segment in self.segments), initial=len(self.opening)))
+
+    def places(self, needle: int) -> list[range]:
+        """The tokens of each of a needle's sentences."""
+        return [
+            range(self._stops[number], self._stops[number + 1])
+            for number, segment in enumerate(self.segments)
+            if segment.needle == needle
+        ]
+
+    def upto(self, tokens: int) -> Haystack:
+        """Its beginning of at most so many tokens, of whole segments."""
+        whole = sum(stop <= tokens for stop in self._stops[1:])
+        return Haystack(self.opening, self.segments[:whole])
+
+    def parts(self, tokens: int) -> Iterator[Haystack]:
+        """The text cut between segments into parts of at most so many tokens, each with the opening."""
+        part: list[Segment] = []
+        size = len(self.opening)
+        for segment in self.segments:
+            if part and size + len(segment.tokens) > tokens:
+                yield Haystack(self.opening, part)
+                part, size = [], len(self.opening)
+            part.append(segment)
+            size += len(segment.tokens)
+        if part:
+            yield Haystack(self.opening, part)
+
+    @property
+    def text(self) -> str:
+        return "".join(segment.text for segment in self.segments)
 
 
-def passkey(seed: int) -> list[Needle]:
-    """The one needle of the usual passkey task."""
-    return _needles(["pass key"], seed)
-
-
-def kinds(count: int, seed: int) -> list[Needle]:
-    """Needles that differ in what the number is for: as many questions out of one haystack."""
-    return _needles(_KINDS[:count], seed)
-
-
-def owners(count: int, seed: int) -> list[Needle]:
-    """Pass keys that differ in whose they are: harder, for each is the others' nearest mistake."""
-    return _needles([f"pass key of the {owner}" for owner in _OWNERS[:count]], seed)
-
-
-def _needles(names: list[str], seed: int) -> list[Needle]:
-    numbers = random.Random(seed).sample(range(10_000, 100_000), len(names))
-    return [
-        Needle(
-            f"\nThe {name} is {number}. Remember it. {number} is the {name}.\n",
-            f"\nWhat is the {name}? The {name} is",
-            str(number),
-        )
-        for name, number in zip(names, numbers, strict=True)
-    ]
-
-
-def haystack(
-    tokenizer: PreTrainedTokenizerBase, length: int, needles: list[Needle], seed: int, depth: float | None = None
-) -> Haystack:
-    """``length`` tokens of text, two thirds prose and one third code, with needles spread over it or at a depth."""
-    hidden = [tokenizer.encode(needle.text, add_special_tokens=False) for needle in needles]
-    room = length - sum(len(tokens) for tokens in hidden)
-    first = (
-        []
-        if tokenizer.bos_token_id is None or tokenizer.encode("a")[0] != tokenizer.bos_token_id
-        else [tokenizer.bos_token_id]
+def haystack(tokenizer: PreTrainedTokenizerBase, length: int, hidden: Iterable[Hidden], seed: int) -> Haystack:
+    """At most ``length`` tokens of text, two thirds prose and one third code, with needles in it."""
+    due = sorted(
+        (
+            (place, number, sentence)
+            for number, one in enumerate(hidden)
+            for place, sentence in zip(one.places, one.needle.sentences, strict=True)
+        ),
+        reverse=True,
     )
-    straw = first + _straw(tokenizer, room - len(first), seed)
+    segments: list[Segment] = []
+    straw = 0
+    for segment in _straw(tokenizer, seed):
+        while due and due[-1][0] <= straw:
+            _, number, sentence = due.pop()
+            segments.append(Segment(sentence, tokenizer.encode(sentence, add_special_tokens=False), number))
+        if straw >= length:
+            break
+        segments.append(segment)
+        straw += len(segment.tokens)
+    else:
+        raise ValueError(f"the texts have {straw} tokens; {length} are asked for")
+    return Haystack(opening(tokenizer), segments).upto(length)
+
+
+def spread(needles: Iterable[Needle], length: int, seed: int) -> list[Hidden]:
+    """Needles at depths that are spread over ``length`` tokens, each with all of its sentences."""
     chance = random.Random(seed)
-    order = chance.sample(range(len(needles)), len(needles))
-    tokens: list[int] = []
-    places, used = [range(0)] * len(needles), 0
-    for number, needle in enumerate(order):
-        stop = int(room * ((number + chance.random()) / len(needles) if depth is None else depth))
-        tokens += straw[used:stop]
-        used, places[needle] = stop, range(len(tokens), len(tokens) + len(hidden[needle]))
-        tokens += hidden[needle]
-    return Haystack(tokens + straw[used:], needles, places)
+    room = int(length * 0.95)
+    return [Hidden(needle, tuple(sorted(int(chance.random() * room) for _ in needle.sentences))) for needle in needles]
 
 
-def _straw(tokenizer: PreTrainedTokenizerBase, length: int, seed: int) -> list[int]:
+def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What a tokenizer begins a text with."""
+    begin = tokenizer.bos_token_id
+    return [] if begin is None or tokenizer.encode("a")[0] != begin else [begin]
+
+
+def _straw(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Segment]:
     prose, code = (random.Random(seed).sample(texts, len(texts)) for texts in real_texts())
-    tokens: list[int] = []
-    while len(tokens) < length:
+    while prose and code:
         for source in (prose, prose, code):
-            tokens += tokenizer.encode(source.pop() + "\n\n", add_special_tokens=False)
-    return tokens[:length]
+            if source:
+                texts = list(_segments(source.pop() + "\n\n"))
+                for text, tokens in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+                    yield Segment(text, tokens)
+
+
+def _segments(text: str) -> Iterator[str]:
+    """Paragraphs, and long ones cut between lines."""
+    for paragraph in re.findall(r".+?(?:\n\s*\n|\Z)", text, re.DOTALL):
+        segment = ""
+        for line in paragraph.splitlines(keepends=True):
+            if segment and len(segment) + len(line) > _SEGMENT_CHARACTERS:
+                yield segment
+                segment = ""
+            segment += line
+        if segment:
+            yield segment
 
 
 @cache
 def real_texts() -> tuple[list[str], list[str]]:
-    """Prose and code: about 1.6 million and 1.0 million tokens."""
-    prose, code = [], []
-    with tarfile.open(_fetch()) as archive:
-        for member in sorted(archive.getmembers(), key=lambda member: member.name):
-            name, file = member.name.partition("/")[2], archive.extractfile(member)
-            if file is None:
-                continue
-            if name.startswith("docs/") and name.endswith(".txt"):
-                prose.append(file.read().decode())
-            elif name.startswith("django/") and name.endswith(".py") and member.size > 2_000 and "/locale/" not in name:
-                code.append(file.read().decode())
+    """Prose and code, about 12 and 11 million characters."""
+    prose: list[str] = []
+    code: list[str] = []
+    for distribution in DISTRIBUTIONS:
+        beginning, ending = distribution.prose
+        with tarfile.open(_fetch(distribution)) as archive:
+            for member in sorted(archive.getmembers(), key=lambda member: member.name):
+                name, file = member.name.partition("/")[2], archive.extractfile(member)
+                if file is None:
+                    continue
+                if name.startswith(beginning) and name.endswith(ending):
+                    prose.append(file.read().decode())
+                elif name.startswith(distribution.code) and name.endswith(".py") and _is_code(name, member.size):
+                    code.append(file.read().decode())
     return prose, code
 
 
-def _fetch() -> Path:
+def _is_code(name: str, size: int) -> bool:
+    return size > 2_000 and "/locale/" not in name
+
+
+def _fetch(distribution: Distribution) -> Path:
     root = Path(os.environ.get("KVGRAFT_CACHE") or "~/.cache/kvgraft").expanduser() / "texts"
-    path = root / DISTRIBUTION
+    path = root / distribution.file
     if not path.is_file():
         root.mkdir(parents=True, exist_ok=True)
-        project, version = DISTRIBUTION.removesuffix(".tar.gz").split("-")
+        project, version = distribution.file.removesuffix(".tar.gz").split("-")
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", project, "--quiet"]
         subprocess.run([*command, "--dest", str(root), f"{project}=={version}"], check=True)
-    if hashlib.sha256(path.read_bytes()).hexdigest() != SHA256:
-        raise RuntimeError(f"{path} is not the pinned {DISTRIBUTION}: remove it")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != distribution.sha256:
+        raise RuntimeError(f"{path} is not the pinned {distribution.file}: remove it")
     return path

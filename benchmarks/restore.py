@@ -92,7 +92,7 @@ class Destination:
         return (self._memory[i : i + self.chunk_size] for i in range(0, len(self._memory), self.chunk_size))
 
     def raw_read(self, files: list[Path], pool: ThreadPoolExecutor) -> None:
-        list(pool.map(_read_file, files, self.parts()))
+        list(pool.map(read_file, files, self.parts()))
 
     def restore(self, repository: Repository, pool: ThreadPoolExecutor) -> None:
         manifest = repository.manifest(self._artifact.manifest.id, NAMESPACE)
@@ -112,7 +112,7 @@ class Destination:
         list(pool.map(lambda i: _fetch(port, files[i::CONNECTIONS], parts[i::CONNECTIONS], hasher), range(CONNECTIONS)))
 
 
-def _read_file(path: Path, out: memoryview) -> None:
+def read_file(path: Path, out: memoryview) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         position = 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Nothing is read from a cache that another test, or whoever runs the tests, has filled.
@@ -21,8 +23,10 @@ from places import KINDS, Place, kinds, place_of
 from servers import S3Server, s3_server
 from serving import reached
 
+from repo_service.cli.main import main
 from repo_service.client import open_repository
 from repo_service.domain.repository import Repository
+from repo_service.storage.s3 import S3Store
 
 # The machines that run this are shared; how long an example takes says nothing.
 settings.register_profile("kvgraft", deadline=None)
@@ -63,6 +67,40 @@ def faults(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     with faulty(s3.url) as faults:
         monkeypatch.setenv("AWS_ENDPOINT_URL", faults.url)
         yield faults
+
+
+@pytest.fixture
+def store(faults: Faults, s3: S3Server) -> Iterator[S3Store]:  # noqa: ARG001
+    """A store in S3 behind that network, which gives an operation 6 s."""
+    store = S3Store(s3.bucket, s3.prefix(), seconds=6)
+    yield store
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that transformers loads a tiny model and its tokenizer from."""
+    # Most tests need no engine.
+    import families
+    import torch
+
+    directory = tmp_path_factory.mktemp("model")
+    families.build("llama", torch.float32, "eager").save_pretrained(directory)
+    families.tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Any]]:
+    """Runs ``kvgraft`` with ``--json``; returns the exit code and the result or error."""
+
+    def run(*args: object) -> tuple[int, Any]:
+        code = main([*map(str, args), "--json"])
+        out, err = capsys.readouterr()
+        assert (out == "") != (err == "")
+        return code, json.loads(out) if out else json.loads(err)["error"]
+
+    return run
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

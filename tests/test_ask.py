@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -168,29 +167,16 @@ def test_documents_stand_in_the_first_turn_of_a_chat() -> None:
 # The command
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    families.build("llama", torch.float32, "eager").save_pretrained(directory)
-    families.tiny_tokenizer().save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
-def kvgraft(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
-) -> Kvgraft:
-    """Runs a command with ``--json``; returns the exit code and the result or error."""
+def kvgraft(run_json: Kvgraft, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_directory: Path) -> Kvgraft:
+    """Runs a command on the model and a repository, in a small window."""
     monkeypatch.setenv("KVGRAFT_REPO", (tmp_path / "repo").as_uri())
 
     def run(*args: object) -> tuple[int, Any]:
-        given = ("--model", model, "--window", 512) if args[1] != "list" else ()
+        given: tuple[object, ...] = ("--model", model_directory, "--window", 512) if args[1] != "list" else ()
         if args[1] == "add":
             given += ("--reserve", 256)
-        code = main([*map(str, (*args, *given)), "--json"])
-        out, err = capsys.readouterr()
-        assert (out == "") != (err == "")
-        return code, json.loads(out) if out else json.loads(err)["error"]
+        return run_json(*args, *given)
 
     return run
 

@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
-import torch
 
 from repo_service.cli import errors
 from repo_service.cli.main import main
@@ -26,29 +24,15 @@ BLOCK = 64
 Kvgraft = Callable[..., tuple[int, dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that transformers loads a model and a tokenizer from."""
-    directory = tmp_path_factory.mktemp("model")
-    families.build("llama", torch.float32, "eager").save_pretrained(directory)
-    families.tiny_tokenizer().save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture
-def kvgraft(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Path
-) -> Kvgraft:
-    """Runs a command with ``--json`` on the model and a repository; returns the exit code and the result or error."""
+def kvgraft(run_json: Kvgraft, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_directory: Path) -> Kvgraft:
+    """Runs a command on the model and a repository."""
     monkeypatch.setenv("KVGRAFT_REPO", (tmp_path / "repo").as_uri())
     (tmp_path / "text").write_text(TEXT)
 
     def run(command: str, *args: object) -> tuple[int, dict[str, Any]]:
-        of_model = () if "--fingerprint" in args or "--model" in args else ("--model", model)
-        code = main([command, *map(str, (*args, *of_model)), "--json"])
-        out, err = capsys.readouterr()
-        assert (out == "") != (err == "")
-        return code, json.loads(out) if out else json.loads(err)["error"]
+        of_model = () if "--fingerprint" in args or "--model" in args else ("--model", model_directory)
+        return run_json(command, *args, *of_model)
 
     return run
 
@@ -97,7 +81,11 @@ def test_a_deposited_text_is_found_and_verified(kvgraft: Kvgraft, deposited: dic
 
 
 def test_a_paged_deposit_is_verified_paged_and_resident(
-    kvgraft: Kvgraft, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: Path
+    kvgraft: Kvgraft,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model_directory: Path,
 ) -> None:
     paged = ("--attention", "kvgraft_paged_256", "--device-pages", 1)
     assert kvgraft("deposit", tmp_path / "text", "--tag", "mill", *paged)[0] == 0
@@ -108,7 +96,7 @@ def test_a_paged_deposit_is_verified_paged_and_resident(
     assert (code, error["code"]) == (errors.USAGE, "invalid_input")
     assert "paged_attention()" in error["message"]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["verify", "mill", "--model", str(model), "--samples", "2", "--device-pages", "2"]) == 0
+    assert main(["verify", "mill", "--model", str(model_directory), "--samples", "2", "--device-pages", "2"]) == 0
     assert "of pages read into" in capsys.readouterr().err
 
 
@@ -120,15 +108,22 @@ def test_inexact_ways_are_measured_and_are_no_failure(kvgraft: Kvgraft, deposite
 
 
 def test_state_that_is_not_the_models_is_reported_with_its_block(
-    kvgraft: Kvgraft, deposited: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+    kvgraft: Kvgraft,
+    deposited: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model_directory: Path,
 ) -> None:
     publish_altered(tmp_path / "repo", deposited["id"], "other")
     altered = json.loads(_run(capsys, "ls", "--namespace", "other", "--json"))["items"][0]["id"]
     code, report = kvgraft("verify", altered, "--namespace", "other", "--samples", 2)
     assert (code, report["exact"]) == (errors.INEXACT, False)
     assert [block["differing"] for block in report["blocks"] if not block["equal"]] == [["full/k[0]"]]
-    assert kvgraft("verify", altered, "--namespace", "other", "--storage-only", "--model", model)[0] == errors.USAGE
-    text = _run(capsys, "verify", altered, "--namespace", "other", "--model", str(model), "--samples", "2")
+    assert (
+        kvgraft("verify", altered, "--namespace", "other", "--storage-only", "--model", model_directory)[0]
+        == errors.USAGE
+    )
+    text = _run(capsys, "verify", altered, "--namespace", "other", "--model", str(model_directory), "--samples", "2")
     assert "block 64 to 128 differs in full/k[0]" in text
     assert text.endswith("NOT EXACT\n")
 
@@ -195,10 +190,10 @@ def test_tokens_that_the_model_can_not_take_are_refused(
     assert (found, error["code"]) == (errors.USAGE, code)
 
 
-def test_a_model_that_can_not_be_had_is_an_error(kvgraft: Kvgraft, tmp_path: Path, model: Path) -> None:
+def test_a_model_that_can_not_be_had_is_an_error(kvgraft: Kvgraft, tmp_path: Path, model_directory: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
-    for file in model.iterdir():
+    for file in model_directory.iterdir():
         (damaged / file.name).write_bytes(file.read_bytes()[:100])
     for name in "nowhere/at-all", tmp_path, damaged:
         code, error = kvgraft("deposit", tmp_path / "text", "--model", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,13 +21,6 @@ from repo_service.services.opening import open_local
 from repo_service.storage import S3Store
 
 BIG = 4 * 2**20
-
-
-@pytest.fixture
-def store(faults: Faults, s3: S3Server) -> Iterator[S3Store]:  # noqa: ARG001
-    store = S3Store(s3.bucket, s3.prefix(), seconds=6)
-    yield store
-    store.close()
 
 
 def read(store: S3Store, size: int) -> bytes:

@@ -30,13 +30,6 @@ STRANGE = [
 ]
 
 
-@pytest.fixture
-def store(faults: Faults, s3: S3Server) -> Iterator[S3Store]:  # noqa: ARG001
-    store = S3Store(s3.bucket, s3.prefix(), seconds=6)
-    yield store
-    store.close()
-
-
 def for_once(method: str, stranger: tuple[int, str, bytes]) -> Callable[[str, str], tuple[int, str, bytes] | None]:
     left = [stranger]
     return lambda asked, _: left.pop() if asked == method and left else None
