@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
-import torch
+import numpy
 
 CHARACTERS_PER_TOKEN = 4
 VOCABULARY = 500_000
 
 _SHIFT = 2.7  # of Mandelbrot's form of the law
 _SENTENCE_WORDS = 16
-_SENTENCES_PER_PARAGRAPH = 8
-_FREQUENT = """
-the of and to a in is it you that he was for on are with as i his they be at one have this from or had by not but what
-all were we when your can said there use an each which she do how their if will up other about out many then them these
-so some her would make like him into time has look two more write go see no way could people my than been its now find
-""".split()
-_ONSETS = "b d f g h k l m n p r s t v w z br st tr pl ch sh".split()
-_NUCLEI = "a e i o u ai ea oo".split()
-_CODAS = ["", "", "", "d", "k", "l", "m", "n", "p", "r", "s", "t", "nd", "rt"]
-# By rank among the words that questions are not made of; the rarer, the easier to find.
-_FAMILIAR = (200, 5_000)
+_PARAGRAPH_SENTENCES = 8
+_FREQUENT = (
+    "the of and to a in is it you that he was for on are with as i his they be at one have this from or had by not but "
+    "what all were we when your can said there use an each which she do how their if will up other about out many then "
+    "them these so some her would make like him into time has look two more write go see no way could people my than "
+    "been its now find"
+)
+_ONSETS = ("b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "w", "z", "br", "st", "tr", "pl", "sh")
+_NUCLEI = ("a", "e", "i", "o", "u", "ai", "ea", "oo")
+_CODAS = ("", "", "", "d", "k", "l", "m", "n", "p", "r", "s", "t", "nd", "rt")
+# Words of a fact by their rank: those that thousands of passages in a million have, and names that hardly any has.
+_FAMILIAR = (100, 5_000)
 _UNUSUAL = (20_000, VOCABULARY)
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence in one artifact, and a question about it that does not repeat it."""
+    """A sentence in an artifact, and a question that has four of its words and one of its own."""
 
-    artifact: int
     sentence: str
     question: str
 
@@ -43,63 +42,60 @@ class Babble:
     Parameters
     ----------
     artifacts, tokens
-        How many, and the length of each in tokens of four characters.
+        How many, and the length of each, in tokens of four characters.
     facts
-        How many facts of each kind are hidden, in artifacts spread evenly.
+        How many of each kind are hidden, each in an artifact of its own.
+
+    Attributes
+    ----------
+    named, plain
+        The facts by their artifacts: with a rare name in them, and of familiar words alone.
+    strange
+        Questions like those about plain facts, about what is nowhere.
     """
 
     def __init__(self, artifacts: int, tokens: int, facts: int, seed: int = 1) -> None:
-        self._characters = tokens * CHARACTERS_PER_TOKEN
+        self.characters = tokens * CHARACTERS_PER_TOKEN
         self._seed = seed
         chance = random.Random(seed)
         self._words = _vocabulary(chance)
-        ranks = torch.arange(1, len(self._words) + 1, dtype=torch.float64)
-        self._cumulated = (1 / (ranks + _SHIFT)).cumsum(0)
-        self._cumulated /= self._cumulated[-1].clone()
-        homes = chance.sample(range(artifacts), min(artifacts, 2 * facts))
-        self.unusual = [self._fact(home, chance, _UNUSUAL) for home in homes[: len(homes) // 2]]
-        self.familiar = [self._fact(home, chance, _FAMILIAR) for home in homes[len(homes) // 2 :]]
-
-    @cached_property
-    def _hidden(self) -> dict[int, str]:
-        return {fact.artifact: fact.sentence for fact in (*self.unusual, *self.familiar)}
+        shares = 1 / (numpy.arange(1, VOCABULARY + 1) + _SHIFT)
+        self._shares = shares.cumsum() / shares.sum()
+        homes = chance.sample(range(artifacts), 2 * facts)
+        self.named = {home: self._fact(chance, _UNUSUAL) for home in homes[:facts]}
+        self.plain = {home: self._fact(chance, _FAMILIAR) for home in homes[facts:]}
+        self.strange = [self._fact(chance, _FAMILIAR).question for _ in range(facts)]
 
     def text(self, artifact: int) -> str:
         """An artifact's text, the same each time."""
-        chance = torch.Generator().manual_seed(self._seed * 2**32 + artifact)
-        count = self._characters // 5
-        drawn = torch.rand(count, generator=chance, dtype=torch.float64)
-        words = list(map(self._words.__getitem__, torch.searchsorted(self._cumulated, drawn).tolist()))
-        sentences = list(_sentences(words))
-        hidden = self._hidden.get(artifact)
-        if hidden is not None:
-            sentences.insert(int(torch.randint(len(sentences) // 2, (1,), generator=chance)), hidden)
-        text = "".join(
-            sentence + ("\n\n" if number % _SENTENCES_PER_PARAGRAPH == 0 else " ")
-            for number, sentence in enumerate(sentences, 1)
-        )
-        return text[: self._characters]
+        chance = numpy.random.default_rng((self._seed, artifact))
+        # No word is shorter than one character and a space.
+        drawn = self._shares.searchsorted(chance.random(self.characters // CHARACTERS_PER_TOKEN))
+        words = list(map(self._words.__getitem__, drawn.tolist()))
+        cuts = range(0, len(words), _SENTENCE_WORDS)
+        sentences = [" ".join(words[cut : cut + _SENTENCE_WORDS]).capitalize() + "." for cut in cuts]
+        fact = self.named.get(artifact) or self.plain.get(artifact)
+        if fact is not None:
+            sentences.insert(int(chance.integers(len(sentences) // 2)), fact.sentence)
+        cuts = range(0, len(sentences), _PARAGRAPH_SENTENCES)
+        return "\n\n".join(" ".join(sentences[cut : cut + _PARAGRAPH_SENTENCES]) for cut in cuts)[: self.characters]
 
-    def _fact(self, home: int, chance: random.Random, ranks: tuple[int, int]) -> Fact:
-        """Three words of the sentence are in the question, which has one of its own."""
-        thing, doing, other = (self._words[chance.randrange(*_FAMILIAR)] for _ in range(3))
-        name = self._words[chance.randrange(*ranks)]
-        number = chance.randrange(10_000, 100_000)
+    def _fact(self, chance: random.Random, name_ranks: tuple[int, int]) -> Fact:
+        thing, doing, place, other = (self._word(chance, _FAMILIAR) for _ in range(4))
+        name = self._word(chance, name_ranks)
         return Fact(
-            home,
-            f"The {thing} of {name} was {doing} by {number}.",
-            f"By which {other} was the {thing} of {name} {doing}?",
+            f"The {thing} of {name} was {doing} at the {place} by {chance.randrange(10_000, 100_000)}.",
+            f"By which {other} was the {thing} of {name} {doing} at the {place}?",
         )
 
-
-def _sentences(words: list[str]) -> Iterator[str]:
-    for start in range(0, len(words), _SENTENCE_WORDS):
-        yield " ".join(words[start : start + _SENTENCE_WORDS]).capitalize() + "."
+    def _word(self, chance: random.Random, ranks: tuple[int, int]) -> str:
+        """Any magnitude of rank is as likely."""
+        return self._words[int(math.exp(chance.uniform(*map(math.log, ranks))))]
 
 
 def _vocabulary(chance: random.Random) -> list[str]:
-    """Words by rank: those of any text first, and then made-up ones, the rarer the longer."""
-    words = dict.fromkeys(_FREQUENT)
+    """Words by rank: the most frequent of English, and then made-up ones, the rarer the longer."""
+    words = dict.fromkeys(_FREQUENT.split())
     while len(words) < VOCABULARY:
         syllables = 1 + (len(words) > 1_000) + (len(words) > 50_000)
         words["".join(chance.choice(part) for _ in range(syllables) for part in (_ONSETS, _NUCLEI, _CODAS))] = None

@@ -48,7 +48,7 @@ class Loaded:
     load
         Adds rows: a table, its columns, the rows.
     size
-        Bytes that the database has on disk now.
+        Bytes that the database has on disk now, once it is at rest.
     """
 
     url: str
@@ -122,6 +122,7 @@ def _postgres(directory: Path, blocks: int) -> Iterator[Loaded]:
                         sink.write_row(row)
 
             def size() -> int:
+                connection.execute("VACUUM ANALYZE")
                 found = connection.execute("SELECT pg_database_size(current_database())").fetchone()
                 assert found is not None
                 return int(found[0])
@@ -129,7 +130,7 @@ def _postgres(directory: Path, blocks: int) -> Iterator[Loaded]:
             for table, columns in _TABLES.items():
                 load(table, columns, _rows(table, blocks))
             connection.execute("ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key UNIQUE (namespace, key)")
-            connection.execute("VACUUM ANALYZE")
+            size()
             yield Loaded(url, time.perf_counter() - start, load, size)
 
 
