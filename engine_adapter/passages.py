@@ -1,6 +1,6 @@
 """The passages of a library on this node: a full-text index in a file, derived from what the repository holds.
 
-It may be lost or deleted at any time. What is found is only ever what the repository has just listed.
+It may be lost or deleted at any time.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,7 +24,7 @@ OFF = "off"
 
 _PASSAGE_CHARACTERS = 1000
 # Raise it when the tables or the passages change.
-_VERSION = 1
+_VERSION = 2
 _BUSY_S = 60.0
 
 _TOKENIZER = "tokenize = 'porter unicode61 remove_diacritics 2'"
@@ -35,6 +36,7 @@ CREATE TABLE passages (
 );
 CREATE INDEX passages_artifact ON passages (artifact);
 CREATE INDEX passages_bare ON passages (id) WHERE embedding IS NULL;
+CREATE TABLE listed (until TEXT NOT NULL);
 CREATE VIRTUAL TABLE words USING fts5 (text, {_TOKENIZER});
 """
 # Of one connection: passages that are about to be ranked, without the millions of others.
@@ -98,6 +100,18 @@ class PassageIndex:
     def close(self) -> None:
         self._connection.close()
 
+    @property
+    def listed(self) -> datetime | None:
+        """When the newest artifact of the library was published that is held with all before it, if that was noted."""
+        found = self._connection.execute("SELECT until FROM listed").fetchone()
+        return None if found is None else datetime.fromisoformat(found[0])
+
+    @listed.setter
+    def listed(self, until: datetime) -> None:
+        with self._transaction():
+            self._connection.execute("DELETE FROM listed")
+            self._connection.execute("INSERT INTO listed VALUES (?)", (until.isoformat(),))
+
     def update(self, artifacts: Mapping[str, Sequence[int]], read_text: Callable[[str], str]) -> None:
         """Hold the passages of these artifacts and of no others.
 
@@ -112,8 +126,13 @@ class PassageIndex:
         for digest in held - artifacts.keys():
             with self._transaction():
                 self._remove(digest)
+        self.add(artifacts, read_text)
+
+    def add(self, artifacts: Mapping[str, Sequence[int]], read_text: Callable[[str], str]) -> None:
+        """Hold the passages of these artifacts too; see `update`."""
         for digest, beginnings in artifacts.items():
-            if digest not in held:
+            found = self._connection.execute("SELECT 1 FROM artifacts WHERE digest = ?", (digest,))
+            if found.fetchone() is None:
                 text = read_text(digest)
                 with self._transaction():
                     self._remove(digest)
