@@ -13,13 +13,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from benchmarks.babble import CHARACTERS_PER_TOKEN, Babble
 from benchmarks.loaded import BLOCK_TOKENS, BLOCKS_PER_ARTIFACT, DATABASES, FINGERPRINT, NAMESPACE, digest, loaded
 from benchmarks.scale import load_chunks, match_times, sizes_of
 from engine_adapter.ask import DEFAULT_THRESHOLD
+from engine_adapter.dense import DenseRouter
+from engine_adapter.embeddings import DIMENSIONS, Encoder
 from engine_adapter.library import ARTIFACT, KIND, library_artifacts
 from engine_adapter.packing import Part, parts_to_annotations
 from engine_adapter.passages import PassageIndex
@@ -34,6 +41,9 @@ CHUNKS_PER_BLOCK = 2
 # Documents of an artifact.
 PARTS = 8
 LISTINGS = 3
+PASSAGES = 128
+VECTORS_AT_ONCE = 10_000
+COMPARISONS = 5
 
 
 def run(sizes: Sequence[int], lookups: int, facts: int, vectors: Sequence[int]) -> dict[str, Any]:
@@ -85,16 +95,22 @@ def _match(directory: Path, database: str, artifacts: int, lookups: int) -> dict
         size = rows.size()
         with Index.open(rows.url) as index:
             found = match_times(index, blocks, lookups) | sizes | {"index_with_chunks_mib": round(size / 2**20)}
-            seconds = []
+            # Of a repository, a listing asks for nothing else.
+            repository, made_with = cast("Repository", index), format_digest(SHA256, FINGERPRINT)
+            all_s, news_s = [], []
             for _ in range(LISTINGS):
                 start = time.perf_counter()
-                # Of a repository, a listing asks for nothing else.
-                held = library_artifacts(cast("Repository", index), NAMESPACE, format_digest(SHA256, FINGERPRINT))
-                beginnings = sum(len(item.beginnings) for item in held)
-                seconds.append(time.perf_counter() - start)
-                if (len(held), beginnings) != (artifacts, artifacts * PARTS):
-                    raise RuntimeError(f"{len(held)} artifacts of {artifacts} are listed, with {beginnings} parts")
-            return found | {"listing_s": round(statistics.median(seconds), 3)}
+                held = library_artifacts(repository, NAMESPACE, made_with)
+                listed = time.perf_counter()
+                news = library_artifacts(repository, NAMESPACE, made_with, datetime.now(UTC))
+                all_s.append(listed - start)
+                news_s.append(time.perf_counter() - listed)
+                if (len(held), len(news)) != (artifacts, 0):
+                    raise RuntimeError(f"{len(held)} artifacts of {artifacts} are listed, and {len(news)} as new")
+            return found | {
+                "list_all_s": round(statistics.median(all_s), 2),
+                "list_news_ms": round(statistics.median(news_s) * 1e3, 1),
+            }
 
 
 def _annotations(artifacts: int) -> Iterator[tuple[int, str, str]]:
@@ -184,4 +200,25 @@ def _asked(
 
 
 def _compare(directory: Path, count: int) -> dict[str, Any]:
-    raise NotImplementedError
+    """A question compared with random vectors of length one, as embeddings are stored."""
+    chance = torch.Generator().manual_seed(1)
+
+    def vectors(number: int) -> Tensor:
+        return torch.nn.functional.normalize(torch.randn(number, DIMENSIONS, generator=chance), dim=-1)
+
+    index = PassageIndex(directory / "passages.sqlite")
+    # An artifact of as many documents as it has passages, of one word each: only their vectors are looked at.
+    documents = range(0, 2 * PASSAGES, 2)
+    index.update(dict.fromkeys(map(str, range(count // PASSAGES)), documents), lambda _: "x " * PASSAGES)
+    while bare := index.bare(VECTORS_AT_ONCE):
+        rows = vectors(len(bare)).half().numpy()
+        index.embed([(number, row.tobytes()) for (number, _), row in zip(bare, rows, strict=True)])
+    router = DenseRouter(index, cast("Encoder", SimpleNamespace(encode=lambda texts: vectors(len(texts)))))
+    wall = []
+    for _ in range(COMPARISONS):
+        start = time.perf_counter()
+        router.route("any")
+        wall.append(time.perf_counter() - start)
+    index.close()
+    size = sum(file.stat().st_size for file in directory.iterdir())
+    return {"vectors": count, "index_mib": round(size / 2**20), "p50_ms": round(statistics.median(wall) * 1e3)}
