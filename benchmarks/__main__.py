@@ -50,6 +50,22 @@ def _scale(small: bool) -> Mapping[str, Any]:
     return scale.run(sizes, ["sqlite", "postgres"], 500 if small else 2_000)
 
 
+def _far_past(small: bool) -> Mapping[str, Any]:
+    from benchmarks import far_past
+
+    if small:
+        return far_past.run([2_000_000], lookups=200, facts=15, vectors=[20_000])
+    return far_past.run([5_000_000, 50_000_000], lookups=2_000, facts=75, vectors=[200_000])
+
+
+def _far_past_billion(small: bool) -> Mapping[str, Any]:
+    from benchmarks import far_past
+
+    if small:
+        return _far_past(small)
+    return far_past.run([1_000_000_000], lookups=2_000, facts=200, vectors=[4_000_000])
+
+
 def _upkeep(small: bool) -> Mapping[str, Any]:
     from benchmarks import upkeep
 
@@ -132,6 +148,8 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "s3-pull": ("a verified pull out of S3 against plain s3fs and obstore", _s3_pull),
     "fleet": ("1, 2 and 4 clients on 1 and 2 replicas over PostgreSQL and S3", _fleet),
     "scale": ("the same among 1, 10 and 100 million blocks, on SQLite and PostgreSQL", _scale),
+    "far-past": ("a library of 5 and 50 million tokens without a model: match, route, recall, memory", _far_past),
+    "far-past-billion": ("the same at 1 billion", _far_past_billion),
     "upkeep": ("garbage collection and reindex for each object, on a disk and on S3", _upkeep),
     "ttft": ("time to first token, grafted against fresh, at 2k, 4k and 8k tokens (SmolLM2-135M)", _ttft),
     "memory": ("memory of server and client while a 4 GiB artifact is pulled and grafted", _memory),
@@ -145,7 +163,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
 
 
 def main() -> None:
-    listed = "\n".join(f"  {name:12}{what}" for name, (what, _) in BENCHMARKS.items())
+    listed = "\n".join(f"  {name:18}{what}" for name, (what, _) in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Ratios within one run; results go to benchmarks/results/<date>-<name>.json.",

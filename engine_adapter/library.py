@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -78,11 +79,13 @@ class Added:
     tokens: int
 
 
-def library_artifacts(repository: Repository, namespace: str, fingerprint_id: str | None = None) -> list[Held]:
+def library_artifacts(
+    repository: Repository, namespace: str, fingerprint_id: str | None = None, since: datetime | None = None
+) -> list[Held]:
     """The artifacts of the libraries in a namespace, oldest first; of all models, or of one fingerprint."""
     found = [
         Held(info, parts_from_annotations(info.annotations))
-        for info in _of_kind(repository, namespace, fingerprint_id, ARTIFACT)
+        for info in _of_kind(repository, namespace, fingerprint_id, ARTIFACT, since=since)
     ]
     return sorted(found, key=lambda held: (held.info.created_at, held.info.id))
 
@@ -148,6 +151,11 @@ class Library:
                 "make one with kvgraft library add"
             )
         return found
+
+    def published_since(self, since: datetime) -> list[Held]:
+        """Those of `artifacts` that were published at a time or after it."""
+        session = self.session
+        return library_artifacts(session.repository, session.namespace, session.fingerprint.id, since)
 
     def held(self, artifact_id: str) -> Held | None:
         """One artifact of the library, or None if it is not there."""
@@ -251,10 +259,20 @@ class Library:
 
 
 def _of_kind(
-    repository: Repository, namespace: str, fingerprint_id: str | None, kind: str, limit: int | None = None
+    repository: Repository,
+    namespace: str,
+    fingerprint_id: str | None,
+    kind: str,
+    *,
+    limit: int | None = None,
+    since: datetime | None = None,
 ) -> Iterator[ArtifactInfo]:
     query = ArtifactQuery(
-        namespace=namespace, fingerprint_id=fingerprint_id, annotations={KIND: kind}, limit=limit or 1000
+        namespace=namespace,
+        fingerprint_id=fingerprint_id,
+        annotations={KIND: kind},
+        created_after=since,
+        limit=limit or 1000,
     )
     items: list[ArtifactInfo] = []
     while True:

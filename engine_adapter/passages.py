@@ -1,16 +1,18 @@
 """The passages of a library on this node: a full-text index in a file, derived from what the repository holds.
 
-It may be lost or deleted at any time. What is found is only ever what the repository has just listed.
+It may be lost or deleted at any time.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,10 +24,11 @@ OFF = "off"
 
 _PASSAGE_CHARACTERS = 1000
 # Raise it when the tables or the passages change.
-_VERSION = 1
+_VERSION = 2
 _BUSY_S = 60.0
 
-_SCHEMA = """
+_TOKENIZER = "tokenize = 'porter unicode61 remove_diacritics 2'"
+_SCHEMA = f"""
 CREATE TABLE artifacts (id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE);
 CREATE TABLE passages (
     id INTEGER PRIMARY KEY, artifact INTEGER NOT NULL REFERENCES artifacts (id), start INTEGER NOT NULL,
@@ -33,8 +36,11 @@ CREATE TABLE passages (
 );
 CREATE INDEX passages_artifact ON passages (artifact);
 CREATE INDEX passages_bare ON passages (id) WHERE embedding IS NULL;
-CREATE VIRTUAL TABLE words USING fts5 (text, tokenize = 'porter unicode61 remove_diacritics 2');
+CREATE TABLE listed (until TEXT NOT NULL);
+CREATE VIRTUAL TABLE words USING fts5 (text, {_TOKENIZER});
 """
+# Of one connection: passages that are about to be ranked, without the millions of others.
+_RANKED = f"CREATE VIRTUAL TABLE temp.ranked USING fts5 (text, content = '', {_TOKENIZER})"
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,18 @@ class PassageIndex:
     def close(self) -> None:
         self._connection.close()
 
+    @property
+    def listed(self) -> datetime | None:
+        """When the newest artifact of the library was published that is held with all before it, if that was noted."""
+        found = self._connection.execute("SELECT until FROM listed").fetchone()
+        return None if found is None else datetime.fromisoformat(found[0])
+
+    @listed.setter
+    def listed(self, until: datetime) -> None:
+        with self._transaction():
+            self._connection.execute("DELETE FROM listed")
+            self._connection.execute("INSERT INTO listed VALUES (?)", (until.isoformat(),))
+
     def update(self, artifacts: Mapping[str, Sequence[int]], read_text: Callable[[str], str]) -> None:
         """Hold the passages of these artifacts and of no others.
 
@@ -108,35 +126,53 @@ class PassageIndex:
         for digest in held - artifacts.keys():
             with self._transaction():
                 self._remove(digest)
+        self.add(artifacts, read_text)
+
+    def add(self, artifacts: Mapping[str, Sequence[int]], read_text: Callable[[str], str]) -> None:
+        """Hold the passages of these artifacts too; see `update`."""
         for digest, beginnings in artifacts.items():
-            if digest not in held:
+            found = self._connection.execute("SELECT 1 FROM artifacts WHERE digest = ?", (digest,))
+            if found.fetchone() is None:
                 text = read_text(digest)
                 with self._transaction():
                     self._remove(digest)
                     self._insert(digest, text, beginnings)
 
-    def search(self, words: Sequence[str], limit: int) -> list[Passage]:
-        """The passages that hold the words best, by BM25."""
-        if not words:
-            return []
-        query = " OR ".join(f'"{word}"' for word in words)
-        rows = self._connection.execute(
-            "SELECT p.id, a.digest, p.start, p.stop, -found.rank FROM "
-            "(SELECT rowid, rank FROM words WHERE words MATCH ? ORDER BY rank LIMIT ?) AS found "
-            "JOIN passages AS p ON p.id = found.rowid JOIN artifacts AS a ON a.id = p.artifact ORDER BY found.rank",
-            (query, limit),
-        )
-        return [Passage(*row) for row in rows]
-
     def passages_with(self, word: str) -> int:
         """How many passages hold a word."""
-        found = self._connection.execute("SELECT count(*) FROM words WHERE words MATCH ?", (f'"{word}"',))
+        found = self._connection.execute("SELECT count(*) FROM words WHERE words MATCH ?", (_any([word]),))
         return int(found.fetchone()[0])
+
+    def numbers(self, word: str, among: Sequence[str]) -> Iterator[int]:
+        """The numbers of the passages that hold a word and any of some."""
+        query = f"{_any([word])} AND ({_any(among)})"
+        return (
+            number for (number,) in self._connection.execute("SELECT rowid FROM words WHERE words MATCH ?", (query,))
+        )
+
+    def ranked(self, numbers: Sequence[int], weights: Mapping[str, float]) -> list[Passage]:
+        """Passages by BM25, best first, in which each word has a weight in place of its rarity among them."""
+        with self._transaction("DEFERRED"):
+            self._connection.execute("INSERT INTO ranked (ranked) VALUES ('delete-all')")
+            self._connection.executemany(
+                "INSERT INTO ranked (rowid, text) SELECT rowid, text FROM words WHERE rowid = ?",
+                [(number,) for number in numbers],
+            )
+            (total,) = self._connection.execute("SELECT count(*) FROM ranked").fetchone()
+            scores = dict.fromkeys(sorted(numbers), 0.0)
+            for word, weight in weights.items():
+                found = self._connection.execute("SELECT rowid, rank FROM ranked WHERE ranked MATCH ?", (_any([word]),))
+                rows = found.fetchall()
+                # As SQLite weighs it here.
+                rarity = max(math.log((total - len(rows) + 0.5) / (len(rows) + 0.5)), 1e-6)
+                for number, rank in rows:
+                    scores[number] -= rank / rarity * weight
+        return self.passages(scores)
 
     def holds(self, passage: Passage, word: str) -> bool:
         """Whether a passage holds a word."""
         found = self._connection.execute(
-            "SELECT 1 FROM words WHERE rowid = ? AND words MATCH ?", (passage.number, f'"{word}"')
+            "SELECT 1 FROM words WHERE rowid = ? AND words MATCH ?", (passage.number, _any([word]))
         )
         return found.fetchone() is not None
 
@@ -188,6 +224,8 @@ class PassageIndex:
             self._path.chmod(0o600)
             self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = OFF")
+        self._connection.execute("PRAGMA temp_store = MEMORY")
+        self._connection.execute(_RANKED)
         with self._transaction():
             version = self._connection.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
@@ -218,8 +256,8 @@ class PassageIndex:
         self._connection.execute("DELETE FROM artifacts WHERE digest = ?", (digest,))
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
+    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
+        self._connection.execute(f"BEGIN {kind}")
         try:
             yield
             self._connection.execute("COMMIT")
@@ -227,6 +265,11 @@ class PassageIndex:
             with suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             raise
+
+
+def _any(words: Sequence[str]) -> str:
+    """A query for passages with any of some words, whatever signs are in them."""
+    return " OR ".join(f'"{word}"' for word in words)
 
 
 def _directory() -> Path | None:

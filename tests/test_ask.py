@@ -17,7 +17,8 @@ from engine_adapter import GraftSession
 from engine_adapter.ask import Answer, ask
 from engine_adapter.demo_models import fetch
 from engine_adapter.library import Library
-from engine_adapter.passages import PassageIndex
+from engine_adapter.library_router import LibraryRouter
+from engine_adapter.passages import DIRECTORY_VARIABLE, PassageIndex
 from engine_adapter.prompt import Prompt
 from engine_adapter.routers import LexicalRouter, Route, Routing
 from repo_service.cli import errors
@@ -29,6 +30,10 @@ from repo_service.domain.schedule import canonical_steps
 
 Kvgraft = Callable[..., tuple[int, Any]]
 QUESTION = "What number has the ferry of ward 1?"
+
+
+def _interrupted() -> Any:
+    raise KeyboardInterrupt
 
 
 class To:
@@ -86,18 +91,56 @@ def test_i1_every_answer_is_bit_equal_to_a_fresh_run_on_its_artifact(
 
 
 def test_the_source_is_where_the_passage_is(library: Library, tmp_path: Path) -> None:
-    index = PassageIndex(None)
-    held = {item.info.id: item for item in library.artifacts()}
-    index.update(
-        {artifact: item.beginnings for artifact, item in held.items()},
-        lambda artifact: library.session.repository.manifest(artifact, "default").text or "",
-    )
-    answer = ask(library, LexicalRouter(index), QUESTION, max_new_tokens=1)
+    with LibraryRouter(library) as router:
+        answer = ask(library, router, QUESTION, max_new_tokens=1)
     assert answer.source is not None
     assert (answer.source.name, answer.source.source) == ("docs/1-ferry.txt", str(tmp_path / "docs" / "1-ferry.txt"))
     assert (
         "ferry of ward 1" in (tmp_path / "docs" / "1-ferry.txt").read_text()[answer.source.start : answer.source.stop]
     )
+
+
+def test_a_router_follows_its_library_without_listing_it_all_again(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "routers"))
+    with LibraryRouter(library) as router:
+        (ferry, *_) = router.route(QUESTION).routes
+    added = library.add(library.plan(read(write_documents(tmp_path / "more", 8))))
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "artifacts", lambda: pytest.fail("listed"))
+        with LibraryRouter(library) as router:
+            (chapel, *_) = router.route("What number has the chapel of ward 7?").routes
+    assert chapel.artifact_id in {info.id for info in added.made}
+    with LibraryRouter(library) as router:
+        library.session.repository.delete(ferry.artifact_id, "default")
+        routes = router.route(QUESTION).routes
+        assert ferry.artifact_id not in [route.artifact_id for route in routes]
+        for held in library.artifacts():
+            library.session.repository.delete(held.info.id, "default")
+        with pytest.raises(LibraryEmpty):
+            router.route(QUESTION)
+    with pytest.raises(LibraryEmpty):
+        LibraryRouter(library).route(QUESTION)
+
+
+def test_what_an_interrupted_reading_left_out_is_read_by_the_next_router(
+    library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "routers"))
+    repository = library.session.repository
+    last = library.artifacts()[-1].info.id
+
+    with monkeypatch.context() as patch:
+        read_manifest = repository.manifest
+        patch.setattr(
+            repository, "manifest", lambda name, space: _interrupted() if name == last else read_manifest(name, space)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            LibraryRouter(library)
+    with LibraryRouter(library) as router:
+        found = {route.artifact_id for route in router.route("number ward", 100).routes}
+    assert found == {held.info.id for held in library.artifacts()}
 
 
 def test_below_the_threshold_nothing_is_grafted(library: Library) -> None:

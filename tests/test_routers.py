@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +87,52 @@ def test_long_artifacts_are_found_by_their_best_passage() -> None:
     assert best.artifact_id == "long"
     assert fact in texts["long"][best.start : best.stop]
     assert best.stop - best.start <= 1000
+
+
+def test_a_word_that_the_library_does_not_have_hides_no_passage(index: PassageIndex) -> None:
+    routing = LexicalRouter(index).route("xyzzy plugh frobnicate the coolant valve")
+    assert routing.routes[0].artifact_id == "valve"
+    assert routing.confidence < 0.5
+
+
+def test_a_score_is_that_of_bm25_with_other_weights() -> None:
+    chance = random.Random(5)
+    words = [f"word{n}" for n in range(30)]
+    index = PassageIndex(None)
+    fill(index, {f"a{n}": " ".join(chance.choices(words, range(30, 0, -1), k=20)) for n in range(200)})
+    counts = {word: index.passages_with(word) for word in ("word3", "word20", "word29")}
+    assert min(counts.values()) < 100 < max(counts.values())
+    weights = {word: max(math.log((200 - count + 0.5) / (count + 0.5)), 1e-6) for word, count in counts.items()}
+    query = "SELECT rowid, -rank FROM words WHERE words MATCH ?"
+    expected = dict(index._connection.execute(query, (" OR ".join(weights),)))
+    found = index.ranked(list(expected), weights)
+    assert {passage.number: passage.score for passage in found} == pytest.approx(expected)
+    assert [passage.score for passage in found] == sorted((passage.score for passage in found), reverse=True)
+
+
+def test_words_of_many_passages_are_looked_up_only_beside_rarer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = PassageIndex(None)
+    common = {f"a{n}": f"The pump and the motor of machine {n} were oiled." for n in range(2000)}
+    fill(index, {**common, "fact": "The pump of the Sandholm ferry has a motor of brass."})
+    looked_at: list[int] = []
+    ranked = index.ranked
+    monkeypatch.setattr(
+        index, "ranked", lambda numbers, weights: (looked_at.extend(numbers), ranked(numbers, weights))[1]
+    )
+    routing = LexicalRouter(index).route("Of what metal is the motor in the pump of the Sandholm ferry?")
+    assert [route.artifact_id for route in routing.routes] == ["fact"]
+    assert len(looked_at) == 1
+
+
+def test_equal_passages_are_found_in_the_same_order_each_time() -> None:
+    texts = {f"a{n}": "The ferry to Sandholm leaves from pier seven." for n in range(300)}
+    found = []
+    for _ in range(2):
+        index = PassageIndex(None)
+        fill(index, texts)
+        found.append([LexicalRouter(index).route("Where does the Sandholm ferry leave?", 10).routes for _ in range(2)])
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1]
 
 
 def test_no_passage_is_of_two_documents() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from importlib.util import find_spec
@@ -29,9 +27,7 @@ from repo_service.domain.names import DEFAULT_NAMESPACE
 if TYPE_CHECKING:
     from engine_adapter.ask import Answer
     from engine_adapter.documents import Documents
-    from engine_adapter.library import Added, Library
-    from engine_adapter.passages import PassageIndex
-    from engine_adapter.routers import Router
+    from engine_adapter.library import Added
 
 
 class RouterName(StrEnum):
@@ -185,34 +181,17 @@ def ask(
     ):
         from engine_adapter import ask as asking
         from engine_adapter.library import Library
+        from engine_adapter.library_router import LibraryRouter
 
         library = Library(session, window=window, reserve=1)
-        with routed(library, router) as found, progress.shown("answering"):
+        with progress.shown("reading the library") as report:
+            found = LibraryRouter(library, router, report)
+        with found, progress.shown("answering"):
             answer = asking.ask(library, found, question, threshold=threshold, max_new_tokens=max_new_tokens)
     if as_json:
         output.print_json(_answer_json(answer, router))
     else:
         _print_answer(answer, show_route)
-
-
-@contextmanager
-def routed(library: Library, name: RouterName) -> Iterator[Router]:
-    """A router over a library as the repository has it now."""
-    from engine_adapter.passages import PassageIndex
-    from engine_adapter.routers import make_router
-
-    session = library.session
-    repository, namespace = session.repository, session.namespace
-    held = {item.info.id: item.beginnings for item in library.artifacts()}
-    index: PassageIndex = PassageIndex.of(repository.info().repository_id, namespace, session.fingerprint.id)
-    try:
-        with progress.shown("reading texts"):
-            index.update(held, lambda artifact: repository.manifest(artifact, namespace).text or "")
-        with progress.shown("embedding") as report:
-            router = make_router(name, index, report)
-        yield router
-    finally:
-        index.close()
 
 
 def _added_json(read: Documents, added: Added) -> dict[str, Any]:
