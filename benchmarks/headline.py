@@ -31,8 +31,8 @@ from engine_adapter.cache import take_memory
 from engine_adapter.demo_models import resolve
 from engine_adapter.documents import read_documents
 from engine_adapter.library import Held, Library, Plan
-from engine_adapter.passages import PassageIndex
-from engine_adapter.routers import LexicalRouter, Router
+from engine_adapter.library_router import LibraryRouter
+from engine_adapter.routers import Router
 from engine_adapter.tensors import host_bytes
 from repo_service.services.documents import chunk_key
 
@@ -84,17 +84,12 @@ def run(
         for name, each in sorted(held.items()):
             if {"step": "access", "document": name} not in lines:
                 lines.append({"step": "access", "document": name} | _accessed(session, directory / "repository", each))
-        index = PassageIndex(None)
-        index.update(
-            {each.info.id: each.beginnings for each in held.values()},
-            lambda artifact: repository.manifest(artifact, session.namespace).text or "",
-        )
-        for name in sorted(held):
-            if {"step": "ask", "document": name} not in lines:
-                answer = _asked(library, LexicalRouter(index), needles[name], held[name])
-                lines.append({"step": "ask", "document": name} | answer)
-                _say(f"{name}: {answer}")
-        index.close()
+        with LibraryRouter(library) as router:
+            for name in sorted(held):
+                if {"step": "ask", "document": name} not in lines:
+                    answer = _asked(library, router, needles[name], held[name])
+                    lines.append({"step": "ask", "document": name} | answer)
+                    _say(f"{name}: {answer}")
     return summary(lines)
 
 

@@ -74,25 +74,25 @@ def run(model_name: str, pairs: int) -> dict[str, Any]:
         index = PassageIndex(None)
         router = LexicalRouter(index)
         ways: dict[str, Counter[str]] = {}
-        first, right_confidences, sibling_confidences = 0, [], []
+        first = 0
+        ungated: dict[str, list[tuple[float, str]]] = {}
 
-        def count(way: str, one: Sibling, by: Router, threshold: float) -> None:
+        def count(way: str, one: Sibling, by: Router, threshold: float) -> str:
             text = ask(library, by, one.question, threshold=threshold, max_new_tokens=_ANSWER_TOKENS).text
-            ways.setdefault(way, Counter())[_kind(text, one)] += 1
+            kind = _kind(text, one)
+            ways.setdefault(way, Counter())[kind] += 1
+            return kind
 
         for one in siblings:
             count("right artifact grafted", one, _Fixed(one.artifact_id), 0)
             count("sibling grafted", one, _Fixed(one.other_id), 0)
             count("nothing grafted", one, _Fixed(None), 1)
-            for way, absent, confidences in (
-                ("library with both", None, right_confidences),
-                ("library without the right one", one.artifact_id, sibling_confidences),
-            ):
+            for way, absent in (("library with both", None), ("library without the right one", one.artifact_id)):
                 index.update({name: [] for name in texts if name != absent}, texts.__getitem__)
                 routing = router.route(one.question)
-                confidences.append(round(routing.confidence, 3))
                 first += absent is None and routing.routes[0].artifact_id == one.artifact_id
-                count(f"{way}, no gate", one, router, 0)
+                kind = count(f"{way}, no gate", one, router, 0)
+                ungated.setdefault(way, []).append((round(routing.confidence, 3), kind))
                 count(f"{way}, gate at {DEFAULT_THRESHOLD}", one, router, DEFAULT_THRESHOLD)
         index.close()
     return {
@@ -100,7 +100,7 @@ def run(model_name: str, pairs: int) -> dict[str, Any]:
         "questions": len(siblings),
         "router_right_first": first,
         "answers": {way: dict(counted) for way, counted in ways.items()},
-        "confidence": {"right artifact there": right_confidences, "sibling only": sibling_confidences},
+        "confidence_and_answer_without_a_gate": ungated,
     }
 
 
