@@ -39,7 +39,7 @@ _TABLES: dict[str, tuple[str, ...]] = {
         "id", "namespace", "digest", "fingerprint_id", "token_count", "block_tokens", "block_count",
         "private_tokens", "exactness", "created_at", "total_bytes", "last_used_at",
     ),
-    "blocks": ("id", "namespace", "key", "record", "start", "stop"),
+    "blocks": ("id", "namespace", "key", "record", "start", "stop", "part"),
     "artifact_blocks": ("artifact_id", "position", "block_id"),
 }  # fmt: skip
 # Loaded by themselves, to see their size.
@@ -74,7 +74,7 @@ def _sqlite(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
         for pragma in ("foreign_keys=OFF", "synchronous=OFF", "cache_size=-1048576", "temp_store=FILE"):
             connection.execute(f"PRAGMA {pragma}")
         made = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'blocks'").fetchone()[0]
-        unconstrained = re.sub(r",\s*CONSTRAINT uq_blocks_namespace_key UNIQUE \(namespace, \"?key\"?\)", "", made)
+        unconstrained = re.sub(r",\s*CONSTRAINT uq_blocks_namespace_key_part UNIQUE \(namespace, \"?key\"?, part\)", "", made)
         if unconstrained == made:
             raise RuntimeError("the table of blocks is not made as it was")
         connection.execute("DROP TABLE blocks")
@@ -91,7 +91,7 @@ def _sqlite(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
                     connection.execute("COMMIT")
 
         load(_TABLES, blocks)
-        connection.execute("CREATE UNIQUE INDEX uq_blocks_namespace_key ON blocks (namespace, key)")
+        connection.execute("CREATE UNIQUE INDEX uq_blocks_namespace_key_part ON blocks (namespace, key, part)")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         loaded = time.perf_counter() - start
         size = path.stat().st_size
@@ -114,7 +114,7 @@ def _postgres(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("SET session_replication_role = replica")
             connection.execute("SET maintenance_work_mem = '1GB'")
-            connection.execute("ALTER TABLE blocks DROP CONSTRAINT uq_blocks_namespace_key")
+            connection.execute("ALTER TABLE blocks DROP CONSTRAINT uq_blocks_namespace_key_part")
             connection.execute(f"INSERT INTO fingerprints VALUES {_fingerprint('{}::bytea')}")  # type: ignore[arg-type]
 
             def load(tables: Mapping[str, tuple[str, ...]], count: int) -> None:
@@ -130,7 +130,7 @@ def _postgres(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
                 return int(found[0])
 
             load(_TABLES, blocks)
-            connection.execute("ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key UNIQUE (namespace, key)")
+            connection.execute("ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key_part UNIQUE (namespace, key, part)")
             connection.execute("VACUUM ANALYZE")
             loaded = time.perf_counter() - start
             with Index.open(url) as index:
@@ -239,4 +239,4 @@ def _rows(table: str, blocks: int) -> Iterator[tuple[Any, ...]]:
                 yield number + 1, position, first + position
             else:
                 key, start = _digest(number, position), position * BLOCK_TOKENS
-                yield first + position, NAMESPACE, key, key, start, start + BLOCK_TOKENS
+                yield first + position, NAMESPACE, key, key, start, start + BLOCK_TOKENS, 0

@@ -25,6 +25,7 @@ from repo_service.domain.errors import (
     MalformedDigest,
     MalformedName,
     NotFound,
+    NotStored,
     TagNotFound,
     Unavailable,
 )
@@ -88,7 +89,7 @@ def get_chunk_urls(request: Request, response: Response, artifact_id: ArtifactId
 
 GONE = 410
 _ZARR_ERRORS = error_answers(NotFound, Ambiguous, MalformedName, ChunkCorrupt, DocumentCorrupt, Unavailable) | {
-    GONE: {"model": ErrorAnswer, "description": f"{ArtifactNotFound.code}, {TagNotFound.code}"}
+    GONE: {"model": ErrorAnswer, "description": f"{ArtifactNotFound.code}, {TagNotFound.code}, {NotStored.code}"}
 }
 
 
@@ -101,16 +102,19 @@ async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
     """The artifact as a read-only Zarr v3 hierarchy.
 
     404 only for a key outside the hierarchy: Zarr readers take it for the fill value, so a chunk that
-    was lost or altered is another error, and an absent artifact is 410.
+    was lost or altered is another error, and an absent artifact, or a chunk that it leaves out, is 410.
     """
     context, namespace = context_of(request), namespace_of(request)
+
+    def gone(error: NotFound) -> Response:
+        request.scope[OUTCOME] = error.code
+        return error_answer(error, GONE)
 
     def find() -> Chunk | Response:
         try:
             view = context.zarr_view(ref, namespace)
         except (ArtifactNotFound, TagNotFound) as error:
-            request.scope[OUTCOME] = error.code
-            return error_answer(error, GONE)
+            return gone(error)
         cache = IMMUTABLE if ref == view.manifest.id else REVALIDATED
         document = view.hierarchy.documents.get(key)
         if document is not None:
@@ -118,7 +122,10 @@ async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
         place = view.hierarchy.chunk(key)
         if place is None:
             raise NotFound(f"the artifact has no Zarr key {key[:200]!r}", key=key[:200])
-        digest = view.hierarchy.digest(place, view.records())
+        try:
+            digest = view.hierarchy.digest(place, view.records())
+        except NotStored as error:
+            return gone(error)
         return Chunk(digest, place.spec.size, partial(view.read, place), cache)
 
     return await chunk_answer(request, context, find)

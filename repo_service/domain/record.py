@@ -11,7 +11,7 @@ from typing import Any
 from repo_service.domain.canonical import canonical_json, frame, parse_json
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest, sha256_digest
 from repo_service.domain.errors import MalformedDocument
-from repo_service.domain.layout import Layout
+from repo_service.domain.layout import ChunkSpec, Layout
 from repo_service.domain.schedule import Step, split_by_block
 from repo_service.domain.tokens import MAX_TOKENS, encode_tokens
 
@@ -161,6 +161,19 @@ class BlockRecord:
                 f"block {self.key} names {_counts(found)} chunks; its layout has {_counts(expected)}",
                 block_key=self.key,
             )
+
+
+def stored_chunks(records: Iterable[BlockRecord], layout: Layout, resume_from: int) -> dict[str, ChunkSpec]:
+    """Chunks that an artifact which can be resumed from token ``resume_from`` on stores, with what their digests commit to."""
+    firsts = layout.first_stored(resume_from)
+    specs = {name: array.chunk for name, array in layout.arrays.items()}
+    return {
+        digest: specs[name]
+        for record in records
+        for name, digests in record.chunks.items()
+        if record.start >= firsts[name] * layout.block_tokens
+        for digest in digests
+    }
 
 
 def parse_digest_value(value: Any, algorithm: str) -> None:

@@ -166,11 +166,7 @@ def read_ahead(store: Store, read: Callable[[K], T], names: Iterable[K]) -> Iter
 
 def held_chunks(manifest: Manifest, records: Iterable[BlockRecord]) -> dict[str, ChunkSpec]:
     """Every chunk of an artifact with the dtype and shape its digest commits to."""
-    specs = {name: array.chunk for name, array in manifest.layout.arrays.items()}
-    held = {digest: specs[name] for r in records for name, digests in r.chunks.items() for digest in digests}
-    for digest in manifest.tokens or ():
-        held[digest] = token_chunk_spec(manifest.token_count)
-    return held
+    return manifest.stored_chunks(records)
 
 
 @dataclass
