@@ -106,15 +106,12 @@ async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
     """
     context, namespace = context_of(request), namespace_of(request)
 
-    def gone(error: NotFound) -> Response:
-        request.scope[OUTCOME] = error.code
-        return error_answer(error, GONE)
-
     def find() -> Chunk | Response:
         try:
             view = context.zarr_view(ref, namespace)
         except (ArtifactNotFound, TagNotFound) as error:
-            return gone(error)
+            request.scope[OUTCOME] = error.code
+            return error_answer(error, GONE)
         cache = IMMUTABLE if ref == view.manifest.id else REVALIDATED
         document = view.hierarchy.documents.get(key)
         if document is not None:
@@ -122,10 +119,7 @@ async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
         place = view.hierarchy.chunk(key)
         if place is None:
             raise NotFound(f"the artifact has no Zarr key {key[:200]!r}", key=key[:200])
-        try:
-            digest = view.hierarchy.digest(place, view.records())
-        except NotStored as error:
-            return gone(error)
+        digest = view.hierarchy.digest(place, view.records())
         return Chunk(digest, place.spec.size, partial(view.read, place), cache)
 
     return await chunk_answer(request, context, find)
