@@ -74,7 +74,9 @@ def _sqlite(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
         for pragma in ("foreign_keys=OFF", "synchronous=OFF", "cache_size=-1048576", "temp_store=FILE"):
             connection.execute(f"PRAGMA {pragma}")
         made = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'blocks'").fetchone()[0]
-        unconstrained = re.sub(r",\s*CONSTRAINT uq_blocks_namespace_key_part UNIQUE \(namespace, \"?key\"?, part\)", "", made)
+        unconstrained = re.sub(
+            r",\s*CONSTRAINT uq_blocks_namespace_key_part UNIQUE \(namespace, \"?key\"?, part\)", "", made
+        )
         if unconstrained == made:
             raise RuntimeError("the table of blocks is not made as it was")
         connection.execute("DROP TABLE blocks")
@@ -130,7 +132,9 @@ def _postgres(directory: Path, blocks: int, lookups: int) -> dict[str, Any]:
                 return int(found[0])
 
             load(_TABLES, blocks)
-            connection.execute("ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key_part UNIQUE (namespace, key, part)")
+            connection.execute(
+                "ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key_part UNIQUE (namespace, key, part)"
+            )
             connection.execute("VACUUM ANALYZE")
             loaded = time.perf_counter() - start
             with Index.open(url) as index:

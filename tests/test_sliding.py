@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 import zarr
 from places import Place
 from pushing import Artifact, push
-from serving import served
 from synthetic import artifact, fingerprint
+from test_api import serving
 
 from repo_service.client import open_repository
 from repo_service.client.mirror import mirror
@@ -46,6 +45,13 @@ LAST = 144
 
 WHOLE = artifact(TOKENS)
 PART = artifact(TOKENS, resume_from=LAST)
+
+
+@pytest.fixture(params=["embedded", "service"])
+def repository(request: pytest.FixtureRequest, root: Place) -> Iterator[Repository]:
+    with ExitStack() as stack:
+        url = root.as_uri() if request.param == "embedded" else stack.enter_context(serving(root)).url
+        yield stack.enter_context(open_repository(url))
 
 
 def shorter(count: int, resume_from: int = 0) -> Artifact:
@@ -98,7 +104,9 @@ def test_what_is_left_out_is_the_sliding_layers_beyond_the_window() -> None:
     first = (LAST - (WINDOW - 1)) // SIZE
     assert layout.last_resume(len(TOKENS)) == LAST
     assert layout.first_stored(LAST) == {"full/k": 0, "full/v": 0, "sliding/k": first, "sliding/v": first}
-    sliding = {digest for record in WHOLE[1][:first] for name in ("sliding/k", "sliding/v") for digest in record.chunks[name]}
+    sliding = {
+        digest for record in WHOLE[1][:first] for name in ("sliding/k", "sliding/v") for digest in record.chunks[name]
+    }
     assert left_out() == sliding
     assert [record.data for record in PART[1]] == [record.data for record in WHOLE[1]]
     tokens = sum(len(WHOLE[2][digest]) for digest in WHOLE[0].tokens or ())
@@ -114,7 +122,9 @@ def test_every_token_of_the_window_before_the_resume_is_stored(window: int, coun
     start = layout.last_resume(count)
     for name, first in layout.first_stored(start).items():
         assert first * SIZE <= max(0, start - (window - 1)), "the first token that a resume needs is stored"
-        assert first == 0 or ("sliding" in name and (first + 1) * SIZE > start - max(1, window - 1)), "and no block more"
+        assert first == 0 or ("sliding" in name and (first + 1) * SIZE > start - max(1, window - 1)), (
+            "and no block more"
+        )
         assert first * SIZE < max(1, start), "so is the block before the resume"
 
 
@@ -208,7 +218,9 @@ def test_a_match_ends_where_it_can_be_resumed(repository: Repository, root: Plac
 
 @pytest.mark.everywhere(always=True)
 @pytest.mark.parametrize("order", [(PART, WHOLE), (WHOLE, PART)], ids=["part first", "whole first"])
-def test_either_may_go_and_the_other_stays_whole(repository: Repository, root: Place, order: tuple[Artifact, Artifact]) -> None:
+def test_either_may_go_and_the_other_stays_whole(
+    repository: Repository, root: Place, order: tuple[Artifact, Artifact]
+) -> None:
     first, second = order
     _, sent = push(repository, first)
     assert sorted(sent) == sorted(first[2])
@@ -314,36 +326,21 @@ def test_the_zarr_view_refuses_what_is_not_stored_by_name(repository: Repository
 
 
 def test_a_zarr_reader_over_http_meets_no_fill_value(root: Place) -> None:
-    with served(root.as_uri()) as url, open_repository(url) as repository:
-        push(repository, PART)
-        base = f"{url}/v1/artifacts/{PART[0].id}/zarr/sliding/k/c"
+    with serving(root) as service:
+        push(service.repository, PART)
+        base = f"/v1/artifacts/{PART[0].id}/zarr/sliding/k/c"
         first = PART[0].layout.first_stored(LAST)["sliding/k"]
-        with urllib.request.urlopen(f"{base}/{first}/0/0/0/0") as answer:
-            assert answer.status == 200
-        with pytest.raises(urllib.error.HTTPError) as error:
-            urllib.request.urlopen(f"{base}/{first - 1}/0/0/0/0")
-        assert error.value.code == 410
-        assert json.loads(error.value.read())["error"]["code"] == "not_stored"
+        assert service.request("GET", f"{base}/{first}/0/0/0/0").status == 200
+        assert service.error("GET", f"{base}/{first - 1}/0/0/0/0") == (410, "not_stored")
 
 
-@pytest.fixture
-def pushes(root: Place) -> Iterator[tuple[str, str]]:
-    with served(root.as_uri()) as url, open_repository(url) as repository:
-        running = repository.begin_push(PART[0].fingerprint, NS)
-        yield url, running.id
-
-
-@pytest.mark.parametrize("resume_from", ["-1", "144.0", "1.5", '"144"', "true", "null", str(2**40)])
-def test_a_hostile_offer_is_refused(pushes: tuple[str, str], resume_from: str) -> None:
-    url, push_id = pushes
-    request = urllib.request.Request(
-        f"{url}/v1/namespaces/{NS}/pushes/{push_id}/blocks",
-        f'{{"records":[],"resume_from":{resume_from}}}'.encode(),
-        {"Content-Type": "application/json"},
-    )
-    with pytest.raises(urllib.error.HTTPError) as error:
-        urllib.request.urlopen(request)
-    assert error.value.code in (400, 422)
+def test_a_hostile_offer_is_refused(root: Place) -> None:
+    with serving(root) as service:
+        push_id = service.repository.begin_push(PART[0].fingerprint, NS).id
+        for resume_from in ("-1", "144.0", "1.5", '"144"', "true", "null", str(2**40)):
+            body = f'{{"records":[],"resume_from":{resume_from}}}'.encode()
+            answer = service.error("POST", f"/v1/namespaces/{NS}/pushes/{push_id}/blocks", body)
+            assert answer == (422, "malformed_request"), resume_from
 
 
 def test_an_offer_of_any_resume_asks_for_what_it_stores(repository: Repository) -> None:

@@ -86,9 +86,7 @@ def deposit(
     ):
         tokens = session.encode(_cut(source, max_tokens, session))
         published = source if index_text and isinstance(source, str) else text
-        info = session.deposit(
-            tokens, tag, published, annotations, private_tokens, sliding=sliding, progress=report
-        )
+        info = session.deposit(tokens, tag, published, annotations, private_tokens, sliding=sliding, progress=report)
     if as_json:
         output.print_json(info.model_dump(mode="json"))
     else:

@@ -201,9 +201,7 @@ def _match_statement() -> Select[*tuple[Any, ...]]:
     )
     return (
         select(found.c.low, Block.stop, Artifact.digest, Artifact.last_used_at)
-        .join(
-            Block, (Block.namespace == namespace) & (Block.key == digest_at(packed, position)) & (Block.part == 0)
-        )
+        .join(Block, (Block.namespace == namespace) & (Block.key == digest_at(packed, position)) & (Block.part == 0))
         .join(Artifact, Artifact.id == holder)
         .where(found.c.low > 0)
     )

@@ -19,7 +19,7 @@ from repo_service.domain.frame import NONE, decode_chunk, longest_frame
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest, require_digest
 from repo_service.domain.record import BlockRecord
-from repo_service.domain.tokens import read_token_chunks, token_chunk_spec
+from repo_service.domain.tokens import read_token_chunks
 from repo_service.domain.views import StorageReport
 from repo_service.index import Entry, Index
 from repo_service.services.documents import EntryDocument, block_record_key, chunk_key, manifest_key, unseal
