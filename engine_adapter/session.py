@@ -19,7 +19,7 @@ from engine_adapter.state import BlockRecorder
 from engine_adapter.transfer import ChunkReader
 from engine_adapter.verify import VerifyReport, verify_artifact
 from engine_adapter.weights import checksum_weights, digest_weights
-from repo_service.domain.errors import FingerprintMismatch, InvalidInput, InvalidTokens, NotStored, WeightsChanged
+from repo_service.domain.errors import FingerprintMismatch, InvalidInput, InvalidTokens, WeightsChanged
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import Layout
 from repo_service.domain.manifest import Manifest
@@ -248,13 +248,7 @@ class GraftSession(Engine):
         position: int,
         progress: Progress | None,
     ) -> Run:
-        if 0 < position < manifest.resume_from:
-            raise NotStored(
-                f"the artifact {manifest.id} can't be resumed at token {position}: of sliding layers it stores what is "
-                f"needed from token {manifest.resume_from} on",
-                position=position,
-                resume_from=manifest.resume_from,
-            )
+        manifest.require_resumable(position)
         run = self.new_run(len(ids))
         if position:
             self.reader.restore(manifest.id, self.layout, records, position, run.cache, progress)

