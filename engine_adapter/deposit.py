@@ -116,7 +116,10 @@ def deposit_in_stages(
             writer = BlockWriter(push, session.layout, session.fingerprint.id, ids, resume_from)
             try:
                 if not writer.known(run.stored):
+                    # It was resumed from an artifact that leaves out what this one is to store.
                     run = session.new_run(len(ids))
+                    push.abort()
+                    continue
                 run.recorder = BlockRecorder(session.layout, writer)
                 for step in canonical_steps(len(run.tokens), stop, session.block_tokens):
                     session.call(run, ids[step.start : step.stop], PREFILL)

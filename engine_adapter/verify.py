@@ -111,7 +111,7 @@ def verify_artifact(
     room = len(ids) if session.window is None else session.window - samples
     boundary = len(ids) if len(ids) <= room else room // session.block_tokens * session.block_tokens
     if boundary and last_call_start(records, boundary) < manifest.resume_from:
-        # Nothing of the state before it is stored: as many samples as fit after the end.
+        # It can't be resumed there: as many samples as fit after the end.
         boundary, samples = len(ids), max(1, room + samples - len(ids))
     blocks, fresh = _replay(session, records, ids, boundary, progress)
     checks = [_check_block(session, record, blocks[i], ids) for i, record in enumerate(records)]

@@ -17,6 +17,7 @@ from shelves import BLOCK, library_in, read, write_documents
 from test_api import serving
 
 from engine_adapter import GraftSession
+from engine_adapter.deposit import deposit_in_stages
 from engine_adapter.library import STAGE, _of_kind
 from engine_adapter.run import Run
 from repo_service.cli.main import main
@@ -123,6 +124,17 @@ def test_a_run_from_an_artifact_in_part_is_deposited_in_part(session: GraftSessi
     steps = [*canonical_steps(0, 200, SIZE), Step(DECODE, 200, 201), *canonical_steps(201, len(run.tokens), SIZE)]
     assert_fresh(session, again, run.tokens, steps)
     assert session.verify("longer", samples=3).exact
+
+
+def test_stages_of_a_whole_artifact_begin_anew_after_one_in_part(session: GraftSession) -> None:
+    session.deposit(TOKENS[:128], sliding="resume")
+    info = deposit_in_stages(
+        session, TOKENS, every=64, text="", annotations={}, stage_annotations={}, sliding="all", progress=None
+    )
+    assert session.repository.manifest(info.id, "default").resume_from == 0
+    assert session.repository.check(info.id, "default").ok
+    assert session.repository.stats("default").running_pushes == 0
+    assert session.prefill(TOKENS[:100]).grafted_tokens == 96
 
 
 def test_verify_samples_what_fits_where_the_window_is_full(

@@ -9,7 +9,7 @@ from datetime import datetime
 from repo_service.domain.digest import BLAKE3, parse_digest
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
-from repo_service.domain.record import BlockRecord, stored_chunks
+from repo_service.domain.record import BlockRecord
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Entry:
 
     def block_chunks(self) -> list[list[bytes]]:
         """The digests of the chunks stored of each block, 32 bytes each."""
-        layout, resume_from = self.manifest.layout, self.manifest.resume_from
+        layout = self.manifest.layout
+        firsts = layout.first_stored(self.manifest.resume_from)
         return [
-            [parse_digest(digest, BLAKE3) for digest in stored_chunks([record], layout, resume_from)]
-            for record in self.records
+            [parse_digest(digest, BLAKE3) for _, digest in record.stored(layout, firsts)] for record in self.records
         ]
 
     def parts(self) -> list[int]:
