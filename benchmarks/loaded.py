@@ -30,7 +30,7 @@ _TABLES: dict[str, tuple[str, ...]] = {
         "id", "namespace", "digest", "fingerprint_id", "token_count", "block_tokens", "block_count",
         "private_tokens", "exactness", "created_at", "total_bytes", "last_used_at",
     ),
-    "blocks": ("id", "namespace", "key", "record", "start", "stop"),
+    "blocks": ("id", "namespace", "key", "record", "start", "stop", "part"),
     "artifact_blocks": ("artifact_id", "position", "block_id"),
 }  # fmt: skip
 
@@ -74,7 +74,9 @@ def _sqlite(directory: Path, blocks: int) -> Iterator[Loaded]:
         for pragma in ("foreign_keys=OFF", "synchronous=OFF", "cache_size=-1048576", "temp_store=FILE"):
             connection.execute(f"PRAGMA {pragma}")
         made = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'blocks'").fetchone()[0]
-        unconstrained = re.sub(r",\s*CONSTRAINT uq_blocks_namespace_key UNIQUE \(namespace, \"?key\"?\)", "", made)
+        unconstrained = re.sub(
+            r",\s*CONSTRAINT uq_blocks_namespace_key_part UNIQUE \(namespace, \"?key\"?, part\)", "", made
+        )
         if unconstrained == made:
             raise RuntimeError("the table of blocks is not made as it was")
         connection.execute("DROP TABLE blocks")
@@ -95,7 +97,7 @@ def _sqlite(directory: Path, blocks: int) -> Iterator[Loaded]:
 
         for table, columns in _TABLES.items():
             load(table, columns, _rows(table, blocks))
-        connection.execute("CREATE UNIQUE INDEX uq_blocks_namespace_key ON blocks (namespace, key)")
+        connection.execute("CREATE UNIQUE INDEX uq_blocks_namespace_key_part ON blocks (namespace, key, part)")
         size()
         yield Loaded(url, time.perf_counter() - start, load, size)
 
@@ -112,7 +114,7 @@ def _postgres(directory: Path, blocks: int) -> Iterator[Loaded]:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("SET session_replication_role = replica")
             connection.execute("SET maintenance_work_mem = '1GB'")
-            connection.execute("ALTER TABLE blocks DROP CONSTRAINT uq_blocks_namespace_key")
+            connection.execute("ALTER TABLE blocks DROP CONSTRAINT uq_blocks_namespace_key_part")
             connection.execute("INSERT INTO fingerprints VALUES (1, %s, %s, '{}')", (FINGERPRINT, FINGERPRINT))
 
             def load(table: str, columns: tuple[str, ...], rows: Rows) -> None:
@@ -129,7 +131,9 @@ def _postgres(directory: Path, blocks: int) -> Iterator[Loaded]:
 
             for table, columns in _TABLES.items():
                 load(table, columns, _rows(table, blocks))
-            connection.execute("ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key UNIQUE (namespace, key)")
+            connection.execute(
+                "ALTER TABLE blocks ADD CONSTRAINT uq_blocks_namespace_key_part UNIQUE (namespace, key, part)"
+            )
             size()
             yield Loaded(url, time.perf_counter() - start, load, size)
 
@@ -173,4 +177,4 @@ def _rows(table: str, blocks: int) -> Iterator[tuple[Any, ...]]:
                 yield number + 1, position, first + position
             else:
                 name, start = digest(number, position), position * BLOCK_TOKENS
-                yield first + position, NAMESPACE, name, name, start, start + BLOCK_TOKENS
+                yield first + position, NAMESPACE, name, name, start, start + BLOCK_TOKENS, 0

@@ -10,7 +10,8 @@ from engine_adapter.engine import Progress, Tokens
 from engine_adapter.run import Run
 from engine_adapter.state import BlockRecorder
 from engine_adapter.transfer import BlockWriter
-from repo_service.domain.errors import AccessDenied, InvalidInput, NotFound
+from repo_service.domain.errors import AccessDenied, InvalidInput, NotFound, NotStored
+from repo_service.domain.layout import Layout
 from repo_service.domain.manifest import Manifest, check_annotations, check_text
 from repo_service.domain.names import check_tag
 from repo_service.domain.repository import Push, despite_expiry
@@ -21,6 +22,10 @@ from repo_service.domain.views import ArtifactInfo
 if TYPE_CHECKING:
     from engine_adapter.session import GraftSession
 
+ALL = "all"
+RESUME = "resume"
+"""What an artifact stores of sliding layers: everything, or what a resume at its end needs."""
+
 
 def deposit(
     session: GraftSession,
@@ -30,6 +35,7 @@ def deposit(
     text: str | None,
     annotations: dict[str, str],
     private_tokens: bool,
+    sliding: str,
     graft: bool,
     progress: Progress | None,
 ) -> ArtifactInfo:
@@ -44,10 +50,11 @@ def deposit(
             raise InvalidInput("this run was not recorded: make it with record=True to deposit it")
     else:
         ids = session.encode(source)
+    resume_from = _resume_from(session.layout, sliding, len(ids))
 
     def publish() -> ArtifactInfo:
         with session.repository.begin_push(session.fingerprint, session.namespace) as push:
-            writer = BlockWriter(push, session.layout, session.fingerprint.id, ids)
+            writer = BlockWriter(push, session.layout, session.fingerprint.id, ids, resume_from)
             try:
                 if isinstance(source, Run):
                     _write_recorded(source, writer)
@@ -65,6 +72,7 @@ def deposit(
                     parent=source.artifact_id if isinstance(source, Run) else None,
                     annotations=annotations,
                     text=text,
+                    resume_from=resume_from,
                 )
             )
 
@@ -83,6 +91,7 @@ def deposit_in_stages(
     text: str,
     annotations: dict[str, str],
     stage_annotations: dict[str, str],
+    sliding: str,
     progress: Progress | None,
 ) -> ArtifactInfo:
     """Compute a state and publish it, and on the way its beginning, every so many tokens, in place of the one before.
@@ -102,10 +111,15 @@ def deposit_in_stages(
     while True:
         stop = min(len(run.tokens) // every * every + every, len(ids))
         last = stop == len(ids)
+        resume_from = _resume_from(session.layout, sliding, stop)
         with session.repository.begin_push(session.fingerprint, session.namespace) as push:
-            writer = BlockWriter(push, session.layout, session.fingerprint.id, ids)
+            writer = BlockWriter(push, session.layout, session.fingerprint.id, ids, resume_from)
             try:
-                writer.known(run.stored)
+                if not writer.known(run.stored):
+                    # It was resumed from an artifact that leaves out what this one is to store.
+                    run = session.new_run(len(ids))
+                    push.abort()
+                    continue
                 run.recorder = BlockRecorder(session.layout, writer)
                 for step in canonical_steps(len(run.tokens), stop, session.block_tokens):
                     session.call(run, ids[step.start : step.stop], PREFILL)
@@ -123,6 +137,7 @@ def deposit_in_stages(
                     tuple((record.key, record.digest) for record in run.stored),
                     annotations=annotations if last else stage_annotations,
                     text=text if last else None,
+                    resume_from=resume_from,
                 )
             )
         if before is not None:
@@ -138,19 +153,32 @@ def _compute(
     session: GraftSession, ids: Sequence[int], writer: BlockWriter, *, graft: bool, progress: Progress | None
 ) -> None:
     run = session.graft_prefix(ids, progress) if graft else session.new_run()
-    writer.known(run.stored)
+    if not writer.known(run.stored):
+        # It was resumed from an artifact that leaves out what this one is to store.
+        run = session.new_run(len(ids))
     run.recorder = BlockRecorder(session.layout, writer)
     session.extend(run, ids[len(run.tokens) :], progress=progress)
     run.recorder.finish()
 
 
 def _write_recorded(run: Run, writer: BlockWriter) -> None:
-    writer.known(run.stored)
+    if not writer.known(run.stored):
+        raise NotStored(
+            f"the repository does not store all of the {len(run.stored)} blocks that this run began with: the artifact "
+            f"{run.artifact_id} leaves out state of sliding layers; deposit with sliding={RESUME!r}, which needs none of it",
+            artifact_id=run.artifact_id,
+        )
     for block in run.blocks:
         writer(block)
     partial = run.recorder.snapshot() if run.recorder is not None else None
     if partial is not None:
         writer(partial)
+
+
+def _resume_from(layout: Layout, sliding: str, token_count: int) -> int:
+    if sliding not in (ALL, RESUME):
+        raise InvalidInput(f"sliding is {str(sliding)[:40]!r}; it must be {ALL!r} or {RESUME!r}")
+    return layout.last_resume(token_count) if sliding == RESUME else 0
 
 
 def _send_tokens(push: Push, ids: Sequence[int]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from engine_adapter.deposit import deposit_in_stages
+from engine_adapter.deposit import RESUME, deposit_in_stages
 from engine_adapter.documents import Document, Documents
 from engine_adapter.engine import Progress
 from engine_adapter.packing import Packed, Packer, Part, Piece, heading, parts_from_annotations, parts_to_annotations
@@ -199,13 +199,22 @@ class Library:
         packer = Packer(self.prompt.document, self._counts, self.room, whole)
         return Plan(kept, replaced, list(packer.pack(pieces)), duplicates)
 
-    def add(self, plan: Plan, *, stage_tokens: int = DEFAULT_STAGE_TOKENS, progress: Progress | None = None) -> Added:
+    def add(
+        self,
+        plan: Plan,
+        *,
+        stage_tokens: int = DEFAULT_STAGE_TOKENS,
+        sliding: str = RESUME,
+        progress: Progress | None = None,
+    ) -> Added:
         """Compute and publish what a plan packed; then delete what it replaces.
 
         Parameters
         ----------
         stage_tokens
             At most so many tokens are computed again after an interruption.
+        sliding
+            As of `GraftSession.deposit`; artifacts of a library are grafted whole.
 
         Raises
         ------
@@ -219,7 +228,7 @@ class Library:
         done = 0
         for packed in plan.packed:
             report = None if progress is None else _shifted(progress, done, total)
-            made.append(despite_expiry(lambda packed=packed, report=report: self._make(packed, every, report)))  # type: ignore[misc]
+            made.append(despite_expiry(lambda packed=packed, report=report: self._make(packed, every, sliding, report)))  # type: ignore[misc]
             done += packed.token_count
         for stage in _of_kind(session.repository, session.namespace, session.fingerprint.id, STAGE):
             with suppress(AccessDenied):
@@ -238,7 +247,7 @@ class Library:
                     stretch = text[part.at : part.at + part.stop - part.start]
                     yield Piece(part.source, part.name, part.digest, part.length, part.start, stretch)
 
-    def _make(self, packed: Packed, every: int, progress: Progress | None) -> ArtifactInfo:
+    def _make(self, packed: Packed, every: int, sliding: str, progress: Progress | None) -> ArtifactInfo:
         return deposit_in_stages(
             self.session,
             self.session.encode(self.prompt.document(packed.text)),
@@ -246,6 +255,7 @@ class Library:
             text=packed.text,
             annotations={KIND: ARTIFACT, **parts_to_annotations(packed.parts)},
             stage_annotations={KIND: STAGE},
+            sliding=sliding,
             progress=progress,
         )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from engine_adapter.canary import measure as measure_canary
 from engine_adapter.canary import watched_settings
-from engine_adapter.deposit import deposit
+from engine_adapter.deposit import ALL, deposit
 from engine_adapter.engine import Engine, Progress, Tokens, token_list
 from engine_adapter.fingerprint import measure_current, measure_fingerprint
 from engine_adapter.paged import Paging
@@ -232,6 +232,11 @@ class GraftSession(Engine):
         """A run holding the artifact's state up to ``position``, which must lie between two forward calls.
 
         Its cache has room for all of ``ids``.
+
+        Raises
+        ------
+        NotStored
+            If the artifact leaves out state of sliding layers that is needed there.
         """
         return self._restored(manifest, records, ids, position, None)
 
@@ -243,6 +248,7 @@ class GraftSession(Engine):
         position: int,
         progress: Progress | None,
     ) -> Run:
+        manifest.require_resumable(position)
         run = self.new_run(len(ids))
         if position:
             self.reader.restore(manifest.id, self.layout, records, position, run.cache, progress)
@@ -316,6 +322,7 @@ class GraftSession(Engine):
         annotations: dict[str, str] | None = None,
         private_tokens: bool = False,
         *,
+        sliding: str = ALL,
         graft: bool = True,
         progress: Progress | None = None,
     ) -> ArtifactInfo:
@@ -336,11 +343,16 @@ class GraftSession(Engine):
             Free names and values, kept in the artifact.
         private_tokens
             Publish keys and state without the token ids.
+        sliding
+            ``"all"``, or ``"resume"`` to store of sliding layers only what a resume at the artifact's end, or
+            before its last block, needs. A longer prompt still matches it there, a shorter one does not.
 
         Raises
         ------
         Divergence
             If a block of this key is stored with other bytes.
+        NotStored
+            If a run began with an artifact that leaves out what this one is to store.
         """
         self.require_unchanged()
         return deposit(
@@ -350,6 +362,7 @@ class GraftSession(Engine):
             text=text,
             annotations=annotations or {},
             private_tokens=private_tokens,
+            sliding=sliding,
             graft=graft,
             progress=progress,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -141,25 +141,28 @@ class ChunkReader:
 class BlockWriter:
     """Hashes blocks and sends what the repository lacks, on a thread of its own while the model computes.
 
-    Used as the ``emit`` of a `BlockRecorder`; at most four blocks wait.
+    Used as the ``emit`` of a `BlockRecorder`; at most four blocks wait. ``resume_from`` is what the manifest is to say.
     """
 
-    def __init__(self, push: Push, layout: Layout, fingerprint_id: str, tokens: Sequence[int]) -> None:
+    def __init__(
+        self, push: Push, layout: Layout, fingerprint_id: str, tokens: Sequence[int], resume_from: int = 0
+    ) -> None:
         self._push = push
         self._layout = layout
         self._fingerprint_id = fingerprint_id
         self._tokens = tokens
+        self._resume_from = resume_from
         self._records: list[BlockRecord] = []
         self._pending: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvgraft-write")
         self.bytes_sent = 0
 
-    def known(self, records: Iterable[BlockRecord]) -> None:
-        """Begin with blocks that are already stored."""
+    def known(self, records: Sequence[BlockRecord]) -> bool:
+        """Begin with blocks that are already stored; False, and nothing begun, where what is wanted of them is not."""
+        if records and self._push.offer(records, self._resume_from):
+            return False
         self._records.extend(records)
-        missing = self._push.offer(self._records) if self._records else []
-        if missing:
-            raise RuntimeError(f"the repository lost {len(missing)} chunks of blocks that it matched")
+        return True
 
     def __call__(self, block: BlockState) -> None:
         while len(self._pending) >= _BLOCKS_IN_FLIGHT:
@@ -187,7 +190,7 @@ class BlockWriter:
     def _write(self, block: BlockState) -> None:
         parent = self._records[-1].key if self._records else None
         record, chunks = record_block(block, self._layout, self._fingerprint_id, parent, self._tokens)
-        for digest in self._push.offer([record]):
+        for digest in self._push.offer([record], self._resume_from):
             self._push.put(digest, chunks[digest])
             self.bytes_sent += chunks[digest].nbytes
         self._records.append(record)

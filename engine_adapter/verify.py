@@ -104,11 +104,15 @@ def verify_artifact(
 
     The samples are the logits at a boundary of the artifact and after each step of a greedy
     continuation from there, computed once on the fresh state and once on the grafted one. The
-    boundary is the artifact's end, or, where the native window leaves no room, the last earlier one.
+    boundary is the artifact's end, or, where the native window leaves no room, the last earlier one; if the
+    artifact can't be resumed there it is the end, with fewer samples.
     """
     manifest, records, ids = session.load(ref, tokens)
     room = len(ids) if session.window is None else session.window - samples
     boundary = len(ids) if len(ids) <= room else room // session.block_tokens * session.block_tokens
+    if boundary and last_call_start(records, boundary) < manifest.resume_from:
+        # It can't be resumed there: as many samples as fit after the end.
+        boundary, samples = len(ids), max(1, room + samples - len(ids))
     blocks, fresh = _replay(session, records, ids, boundary, progress)
     checks = [_check_block(session, record, blocks[i], ids) for i, record in enumerate(records)]
     sampled: list[SampleCheck] = []

@@ -30,7 +30,7 @@ def push(repository: Repository, artifact: Artifact, namespace: str = "default")
 
 def offer(running: Push, manifest: Manifest, records: Sequence[BlockRecord]) -> list[str]:
     """Announce everything; returns the digests to send."""
-    missing = running.offer(records)
+    missing = running.offer(records, manifest.resume_from)
     if manifest.tokens is not None:
         missing = missing + running.offer_tokens(manifest.token_count, manifest.tokens)
     return missing

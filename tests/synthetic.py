@@ -67,11 +67,12 @@ def artifact(
     parent: str | None = None,
     annotations: dict[str, str] | None = None,
     text: str | None = None,
+    resume_from: int = 0,
 ) -> tuple[Manifest, list[BlockRecord], dict[str, bytes]]:
     """One whole artifact: its manifest, its block records, and the bytes of every chunk by digest.
 
     ``block_tokens`` counts only where no fingerprint is given. The chunks of the tokens array are
-    among the chunks unless the token ids are ``private``.
+    among the chunks unless the token ids are ``private``; with ``resume_from`` only those that are stored.
     """
     made_with = fingerprint or _default_fingerprint(block_tokens)
     layout = Layout.of(made_with)
@@ -105,7 +106,10 @@ def artifact(
         parent,
         annotations or {},
         text,
+        resume_from,
     )
+    if resume_from:
+        chunks = {digest: chunks[digest] for digest in manifest.stored_chunks(records)}
     return manifest, records, chunks
 
 

@@ -22,7 +22,7 @@ from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import Divergence
 from repo_service.domain.fingerprint import Fingerprint
 from repo_service.domain.frame import decode_chunk
-from repo_service.domain.layout import ChunkSpec
+from repo_service.domain.layout import ArrayLayout, ChunkSpec, LayerGroup, Layout
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.policy import Policy
 from repo_service.domain.record import BlockRecord, block_keys
@@ -51,6 +51,16 @@ def test_chunk_digests(vector: dict[str, Any]) -> None:
     assert chunk_digest(data, vector["dtype"], vector["shape"]) == vector["digest"]
     head = reframed(["kvgraft.chunk.v1", vector["dtype"], vector["shape"]])
     assert vector["digest"] == f"blake3:{blake3(head + data).hexdigest()}"
+
+
+@pytest.mark.parametrize("vector", VECTORS["first_stored"])
+def test_what_an_artifact_in_part_stores(vector: dict[str, Any]) -> None:
+    window, resume_from, size = vector["window"], vector["resume_from"], vector["block_tokens"]
+    kind = "full" if window is None else "sliding"
+    group = LayerGroup("g", kind, (0,), window, (ArrayLayout("k", "float32", 1, 1, 1, size, 1, 1),))
+    assert Layout(size, (group,)).first_stored(resume_from) == {"g/k": vector["block"]}
+    needed = 0 if window is None else resume_from - max(1, window - 1)
+    assert vector["block"] == next(block for block in range(resume_from) if (block + 1) * size > needed)
 
 
 @pytest.mark.parametrize("vector", VECTORS["frames"])

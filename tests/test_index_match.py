@@ -9,14 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_support import empty_index, entry, keys, publish
+from synthetic import fingerprint
 
 from repo_service.domain.errors import MalformedDigest
+from repo_service.domain.layout import Layout
 from repo_service.domain.views import Match
 from repo_service.index import Entry, Index
 
 UNKNOWN = "sha256:" + "0" * 64
 
 # Few token values and short blocks, so that sequences often share a prefix.
+FULL, SLIDING = fingerprint().sections["state"]["groups"]
+MADE_WITH = fingerprint(block_tokens=4, state={"groups": [FULL, SLIDING | {"window": 5}]})
+LAYOUT = Layout.of(MADE_WITH)
 sequences = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(lambda bits: [bit for bit in bits for _ in "ab"])
 
 
@@ -26,8 +31,9 @@ def index(tmp_path: Path, index_kind: str) -> Iterator[Index]:
         yield opened
 
 
-def small(tokens: list[int], *, private: bool = False) -> Entry:
-    return entry(tokens, block_tokens=4, private=private)
+def small(tokens: list[int], *, in_part: bool = False) -> Entry:
+    resume_from = LAYOUT.last_resume(len(tokens)) if in_part else 0
+    return entry(tokens, MADE_WITH, resume_from=resume_from)
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +44,14 @@ def rebuilt(tmp_path_factory: pytest.TempPathFactory, index_kind: str) -> Iterat
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(sequences, max_size=6), st.lists(sequences, min_size=1, max_size=8), st.data())
+@given(
+    st.lists(st.tuples(sequences, st.booleans()), max_size=6), st.lists(sequences, min_size=1, max_size=8), st.data()
+)
 def test_match_agrees_with_comparing_lists(
-    rebuilt: Index, published: list[list[int]], asked: list[list[int]], data: st.DataObject
+    rebuilt: Index, published: list[tuple[list[int], bool]], asked: list[list[int]], data: st.DataObject
 ) -> None:
-    entries = {what.manifest.id: what for what in map(small, published)}
+    made = [small(tokens, in_part=in_part) for tokens, in_part in published]
+    entries = {what.manifest.id: what for what in made}
     rebuilt.rebuild(entries.values(), [], [])
     for removed in data.draw(st.lists(st.sampled_from(sorted(entries)), unique=True)) if entries else []:
         rebuilt.unpublish("default", removed)
@@ -50,13 +59,18 @@ def test_match_agrees_with_comparing_lists(
     for tokens in asked:
         wanted = keys(small(tokens))
         found = rebuilt.match("default", wanted)
-        lengths = {name: common(wanted, keys(what)) for name, what in entries.items()}
+        lengths = {name: resumable(what, common(wanted, keys(what))) for name, what in entries.items()}
         longest = max(lengths.values(), default=0)
         if found is None:
             assert longest == 0
             continue
         assert found.blocks == lengths[found.artifact_id] == longest
         assert found.tokens == entries[found.artifact_id].records[longest - 1].stop
+
+
+def resumable(what: Entry, blocks: int) -> int:
+    """So many blocks if the state after them can be resumed, else none: what is stored in part can only at its end."""
+    return blocks if blocks and what.records[blocks - 1].stop >= what.manifest.resume_from else 0
 
 
 def common(a: list[str], b: list[str]) -> int:

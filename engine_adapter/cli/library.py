@@ -17,6 +17,8 @@ from engine_adapter.cli.models import (
     Dtype,
     DtypeOption,
     Model,
+    Sliding,
+    SlidingOption,
     engine_session,
     require_engine,
 )
@@ -66,6 +68,7 @@ def add(
         int,
         typer.Option("--stage-tokens", min=1, help="After an interruption at most so many tokens are computed again."),
     ] = 2048,
+    sliding: SlidingOption = Sliding.RESUME,
     block_tokens: BlockTokens = 256,
     dtype: DtypeOption = Dtype.AUTO,
     attention: AttentionOption = Attention.SDPA,
@@ -95,7 +98,7 @@ def add(
         with progress.shown("packing"):
             plan = library.plan(read, whole=whole)
         with progress.shown("computing") as report:
-            added = library.add(plan, stage_tokens=stage_tokens, progress=report)
+            added = library.add(plan, stage_tokens=stage_tokens, sliding=sliding, progress=report)
     if as_json:
         output.print_json(_added_json(read, added))
     else:

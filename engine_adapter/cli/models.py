@@ -32,6 +32,11 @@ class Attention(StrEnum):
     PAGED = "kvgraft_paged_256"
 
 
+class Sliding(StrEnum):
+    ALL = "all"
+    RESUME = "resume"
+
+
 _MODEL_HELP = "smollm2, gemma3, a local directory, or a name on the model hub."
 
 Model = Annotated[str, typer.Option("--model", metavar="NAME", help=_MODEL_HELP)]
@@ -51,6 +56,10 @@ DevicePages = Annotated[
     typer.Option(
         "--device-pages", min=1, help="Keep only so many pages of the state on the device; needs kvgraft_paged_256."
     ),
+]
+SlidingOption = Annotated[
+    Sliding,
+    typer.Option("--sliding", help="Store all state of sliding layers, or only what a resume at the end needs."),
 ]
 BlockTokens = Annotated[int, typer.Option("--block-tokens", min=1, max=65536, help="Tokens per block.")]
 

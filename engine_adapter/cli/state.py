@@ -17,6 +17,8 @@ from engine_adapter.cli.models import (
     DtypeOption,
     Model,
     OptionalModel,
+    Sliding,
+    SlidingOption,
     engine_session,
     load_model,
     require_engine,
@@ -56,6 +58,7 @@ def deposit(
     index_text: Annotated[bool, typer.Option("--index-text", help="The same with the text of FILE.")] = False,
     annotation: Annotations = None,
     private_tokens: Annotated[bool, typer.Option("--private-tokens", help="Do not publish the token ids.")] = False,
+    sliding: SlidingOption = Sliding.ALL,
     block_tokens: BlockTokens = 256,
     dtype: DtypeOption = Dtype.AUTO,
     attention: AttentionOption = Attention.SDPA,
@@ -83,7 +86,7 @@ def deposit(
     ):
         tokens = session.encode(_cut(source, max_tokens, session))
         published = source if index_text and isinstance(source, str) else text
-        info = session.deposit(tokens, tag, published, annotations, private_tokens, progress=report)
+        info = session.deposit(tokens, tag, published, annotations, private_tokens, sliding=sliding, progress=report)
     if as_json:
         output.print_json(info.model_dump(mode="json"))
     else:

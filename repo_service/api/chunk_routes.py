@@ -25,6 +25,7 @@ from repo_service.domain.errors import (
     MalformedDigest,
     MalformedName,
     NotFound,
+    NotStored,
     TagNotFound,
     Unavailable,
 )
@@ -88,7 +89,7 @@ def get_chunk_urls(request: Request, response: Response, artifact_id: ArtifactId
 
 GONE = 410
 _ZARR_ERRORS = error_answers(NotFound, Ambiguous, MalformedName, ChunkCorrupt, DocumentCorrupt, Unavailable) | {
-    GONE: {"model": ErrorAnswer, "description": f"{ArtifactNotFound.code}, {TagNotFound.code}"}
+    GONE: {"model": ErrorAnswer, "description": f"{ArtifactNotFound.code}, {TagNotFound.code}, {NotStored.code}"}
 }
 
 
@@ -101,7 +102,7 @@ async def get_zarr_key(request: Request, ref: Ref, key: str) -> Response:
     """The artifact as a read-only Zarr v3 hierarchy.
 
     404 only for a key outside the hierarchy: Zarr readers take it for the fill value, so a chunk that
-    was lost or altered is another error, and an absent artifact is 410.
+    was lost or altered is another error, and an absent artifact, or a chunk that it leaves out, is 410.
     """
     context, namespace = context_of(request), namespace_of(request)
 

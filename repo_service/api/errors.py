@@ -62,6 +62,8 @@ STATUS: Mapping[str, int] = {
     "page_corrupt": 500,
     "path_not_found": 404,
     "library_empty": 404,
+    # Not 404, which Zarr readers take for the fill value.
+    "not_stored": 410,
 }
 
 # Refusals of HTTP itself, which the library has no error for.

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, WithJsonSchema
 
+from repo_service.domain.tokens import MAX_TOKENS
+
 MAX_MATCH_KEYS = 2**18
 MAX_RECORDS = 4096
 MAX_UPLOADS = 64
@@ -67,6 +69,13 @@ class OfferRequest(Body):
 
     records: Annotated[list[RecordDocument], FailFast()] = Field(max_length=MAX_RECORDS, description="Block records.")
     tokens: TokensOffer | None = Field(None, description="Left out where the token ids stay private.")
+    resume_from: int = Field(
+        0,
+        ge=0,
+        le=MAX_TOKENS,
+        strict=True,
+        description="What the manifest is to say; chunks of sliding layers that the artifact will not store are not asked for.",
+    )
 
 
 class UploadRequest(Body):

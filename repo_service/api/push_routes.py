@@ -72,7 +72,7 @@ def begin_push(context: ContextOf, namespace: Namespace, body: PushRequest) -> P
 def offer_blocks(context: ContextOf, namespace: Namespace, push_id: PushId, body: OfferRequest) -> PushOffer:
     """Announce blocks and tokens; the answer lists the chunks to send."""
     push = context.repository.resume_push(push_id, namespace)
-    missing = push.offer([BlockRecord.from_json(record) for record in body.records])
+    missing = push.offer([BlockRecord.from_json(record) for record in body.records], body.resume_from)
     if body.tokens is not None:
         missing += push.offer_tokens(body.tokens.count, body.tokens.chunks)
     return PushOffer(missing=missing)

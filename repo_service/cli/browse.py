@@ -146,6 +146,7 @@ def show(
             "artifact": info.model_dump(mode="json"),
             "layer_groups": [group.to_json() for group in manifest.layout.groups],
             "state_bytes": manifest.state_bytes,
+            "resume_from": manifest.resume_from,
             "exactness": manifest.exactness.to_json(),
             "text": manifest.text,
         }
@@ -261,6 +262,8 @@ def _facts(info: ArtifactInfo, manifest: Manifest) -> list[tuple[str, str]]:
         ("fingerprint", info.fingerprint_id),
         ("model", info.model_id),
     ]
+    if manifest.resume_from:
+        facts.insert(7, ("resumed", f"from token {manifest.resume_from:,} on; sliding layers are stored for that only"))
     if info.parent is not None:
         facts.append(("continues", info.parent))
     facts += [(f"annotation {name}", value) for name, value in sorted(info.annotations.items())]

@@ -211,8 +211,8 @@ class CachedPush(Push):
         self._push = push
         self._cache = cache
 
-    def offer(self, records: Sequence[BlockRecord]) -> list[str]:
-        return self._push.offer(records)
+    def offer(self, records: Sequence[BlockRecord], resume_from: int = 0) -> list[str]:
+        return self._push.offer(records, resume_from)
 
     def offer_tokens(self, token_count: int, chunks: Sequence[str]) -> list[str]:
         return self._push.offer_tokens(token_count, chunks)

@@ -229,10 +229,12 @@ class HttpPush(Push):
         self._path = f"{_place(namespace)}/pushes/{push_id}"
         self._writes = None if reach is None else DirectWrites(reach, self._path)
 
-    def offer(self, records: Sequence[BlockRecord]) -> list[str]:
+    def offer(self, records: Sequence[BlockRecord], resume_from: int = 0) -> list[str]:
         missing: list[str] = []
+        # Left out where everything is stored: services of before take no other field.
+        rest = b',"resume_from":%d' % resume_from if resume_from else b""
         for batch in _batches(records):
-            missing += self._offer(b'{"records":[%b]}' % b",".join(record.data for record in batch))
+            missing += self._offer(b'{"records":[%b]%b}' % (b",".join(record.data for record in batch), rest))
         return missing
 
     def offer_tokens(self, token_count: int, chunks: Sequence[str]) -> list[str]:

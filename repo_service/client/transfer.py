@@ -85,7 +85,7 @@ def copy_artifact(
         with destination.begin_push(manifest.fingerprint, destination_namespace) as push:
             missing: set[str] = set()
             for start in range(0, len(records), _OFFERED_RECORDS):
-                missing.update(push.offer(records[start : start + _OFFERED_RECORDS]))
+                missing.update(push.offer(records[start : start + _OFFERED_RECORDS], manifest.resume_from))
             if manifest.tokens is not None:
                 missing.update(push.offer_tokens(manifest.token_count, manifest.tokens))
 

@@ -19,6 +19,7 @@
     │   ├── TagNotFound
     │   ├── PushNotFound
     │   ├── ChunkNotFound        a chunk that the artifact does not hold
+    │   ├── NotStored            state of sliding layers that the artifact leaves out
     │   ├── TokenNotFound        an access token
     │   ├── PathNotFound         a file or folder that a library is to be made of
     │   └── LibraryEmpty         a question to a library that holds nothing
@@ -139,6 +140,10 @@ class PushNotFound(NotFound):
 
 class ChunkNotFound(NotFound):
     code = "chunk_not_found"
+
+
+class NotStored(NotFound):
+    code = "not_stored"
 
 
 class TokenNotFound(NotFound):

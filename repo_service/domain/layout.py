@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeGuard
 
 from repo_service.domain.errors import MalformedDocument
@@ -159,15 +160,45 @@ class Layout:
             )
         return layout
 
-    @property
+    @cached_property
     def arrays(self) -> dict[str, ArrayLayout]:
         """Arrays by full name, ``<group>/<array>``."""
         return {f"{group.name}/{a.name}": a for group in self.groups for a in group.arrays}
 
+    def first_stored(self, resume_from: int) -> dict[str, int]:
+        """The first block whose chunks an artifact stores, by array.
+
+        Parameters
+        ----------
+        resume_from
+            The token from which on the artifact can be resumed: of sliding groups it stores the window before that
+            and what follows, of all others everything. With 0 it stores everything.
+        """
+        firsts: dict[str, int] = {}
+        for group in self.groups:
+            # A window of one token keeps nothing; its last block is stored all the same, so that what can be resumed is whole.
+            needed = 0 if group.window is None else max(0, resume_from - max(1, group.window - 1))
+            firsts.update((f"{group.name}/{array.name}", needed // self.block_tokens) for array in group.arrays)
+        return firsts
+
+    def last_resume(self, token_count: int) -> int:
+        """The ``resume_from`` with which an artifact of so many tokens stores the least; 0 where that is everything.
+
+        It is where the last block begins, so that the last forward call can be computed again.
+        """
+        start = (token_count - 1) // self.block_tokens * self.block_tokens
+        return start if any(self.first_stored(start).values()) else 0
+
     @property
     def block_bytes(self) -> int:
         """Bytes of one block's state."""
-        return sum(math.prod(a.shape(1)) * DTYPE_BYTES[a.dtype] for a in self.arrays.values())
+        return sum(_block_bytes(a) for a in self.arrays.values())
+
+    def stored_bytes(self, blocks: int, resume_from: int) -> int:
+        """Bytes of the state that an artifact of so many blocks stores, partial ones padded."""
+        return sum(
+            (blocks - first) * _block_bytes(self.arrays[name]) for name, first in self.first_stored(resume_from).items()
+        )
 
     @property
     def block_chunks(self) -> int:
@@ -181,6 +212,10 @@ class Layout:
             for i in range(layer_chunks):
                 for j in range(head_chunks):
                     yield ChunkRef(name, (i, j))
+
+
+def _block_bytes(array: ArrayLayout) -> int:
+    return math.prod(array.shape(1)) * DTYPE_BYTES[array.dtype]
 
 
 def chunk_split(layers: int, heads: int, block_tokens: int, dim: int, dtype: str) -> tuple[int, int]:

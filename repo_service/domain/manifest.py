@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from repo_service.domain.canonical import canonical_json, parse_json
 from repo_service.domain.digest import BLAKE3, SHA256, parse_digest, sha256_digest
-from repo_service.domain.errors import DocumentCorrupt, MalformedDocument
+from repo_service.domain.errors import DocumentCorrupt, MalformedDocument, NotStored
 from repo_service.domain.fingerprint import Fingerprint
-from repo_service.domain.layout import Layout
-from repo_service.domain.record import BlockRecord, block_key, parse_digest_value
-from repo_service.domain.tokens import MAX_TOKENS, token_chunk_count
+from repo_service.domain.layout import ChunkSpec, Layout
+from repo_service.domain.record import BlockRecord, block_key, parse_digest_value, stored_chunks
+from repo_service.domain.tokens import MAX_TOKENS, token_chunk_count, token_chunk_spec
 
 MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_TEXT_CHARACTERS = 4 * 2**20
@@ -28,6 +28,7 @@ LOSSY = "lossy"
 
 _FORMAT = "kvgraft.manifest"
 _VERSION = 1
+_RESUMED_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class Manifest:
         (block key, record digest) of each block, in order.
     exactness, parent, annotations, text
         Exactness class; artifact id this one continues, if any; free text fields; text for search.
+    resume_from
+        The token from which on the state can be resumed, where sliding groups are stored in part; see
+        `Layout.first_stored`. 0 where everything is stored.
     """
 
     fingerprint: Fingerprint
@@ -81,17 +85,21 @@ class Manifest:
     parent: str | None = None
     annotations: dict[str, str] = field(default_factory=dict)
     text: str | None = None
+    resume_from: int = 0
 
     def __post_init__(self) -> None:
         check_annotations(self.annotations)
         check_text(self.text)
+        if self.resume_from != 0:
+            self._check_resume_from()
 
     @cached_property
     def data(self) -> bytes:
+        partial = {"resume_from": self.resume_from} if self.resume_from else {}
         return canonical_json(
             {
                 "format": _FORMAT,
-                "version": _VERSION,
+                "version": _RESUMED_VERSION if partial else _VERSION,
                 "fingerprint": self.fingerprint.sections,
                 "tokens": {"count": self.token_count, "chunks": None if self.tokens is None else list(self.tokens)},
                 "blocks": [list(block) for block in self.blocks],
@@ -99,6 +107,7 @@ class Manifest:
                 "lineage": {"parent": self.parent},
                 "annotations": self.annotations,
                 "text": self.text,
+                **partial,
             }
         )
 
@@ -113,12 +122,18 @@ class Manifest:
     @property
     def state_bytes(self) -> int:
         """Bytes of the state as stored, partial blocks padded."""
-        return len(self.blocks) * self.layout.block_bytes
+        return self.layout.stored_bytes(len(self.blocks), self.resume_from)
 
     @property
     def chunk_count(self) -> int:
-        """Chunks that its blocks name, each as often as it is named."""
+        """Chunks that its blocks name, each as often as it is named, stored or not."""
         return len(self.blocks) * self.layout.block_chunks
+
+    def stored_chunks(self, records: Iterable[BlockRecord]) -> dict[str, ChunkSpec]:
+        """Every chunk that the artifact stores, with the dtype and shape its digest commits to."""
+        stored = stored_chunks(records, self.layout, self.resume_from)
+        stored.update(dict.fromkeys(self.tokens or (), token_chunk_spec(self.token_count)))
+        return stored
 
     @classmethod
     def parse(cls, data: bytes) -> Manifest:
@@ -140,12 +155,19 @@ class Manifest:
                 "lineage": {"parent": parent},
                 "annotations": dict(annotations),
                 "text": text,
-            } if len(value) == 9 and len(value["tokens"]) == 2 and len(value["lineage"]) == 1:
+            } if len(value["tokens"]) == 2 and len(value["lineage"]) == 1:
                 pass
             case _:
                 raise MalformedDocument("not a manifest: its fields are not those of the format")
-        if isinstance(version, bool) or version != _VERSION:
-            raise MalformedDocument(f"the manifest has version {version}; this kvgraft reads version {_VERSION}")
+        if isinstance(version, bool) or version not in (_VERSION, _RESUMED_VERSION):
+            raise MalformedDocument(
+                f"the manifest has version {version}; this kvgraft reads versions {_VERSION} and {_RESUMED_VERSION}"
+            )
+        resume_from = value.get("resume_from") if version == _RESUMED_VERSION else 0
+        if len(value) != (10 if version == _RESUMED_VERSION else 9) or resume_from is None:
+            raise MalformedDocument(f"not a manifest: its fields are not those of version {version}")
+        if version == _RESUMED_VERSION and resume_from == 0:
+            raise MalformedDocument("the manifest's resume_from is 0, which is left out where everything is stored")
         if isinstance(count, bool) or not 0 < count <= MAX_TOKENS:
             raise MalformedDocument(f"the manifest has {count} tokens; it must have 1 to {MAX_TOKENS}")
         if parent is not None:
@@ -159,6 +181,7 @@ class Manifest:
             parent,
             annotations,
             text,
+            resume_from,
         )
         expected_blocks = -(-count // manifest.layout.block_tokens)
         if len(manifest.blocks) != expected_blocks:
@@ -170,6 +193,32 @@ class Manifest:
         # What was parsed is canonical, so it need not be encoded again.
         vars(manifest)["data"] = bytes(data)
         return manifest
+
+    def _check_resume_from(self) -> None:
+        start, size = self.resume_from, self.layout.block_tokens
+        if not isinstance(start, int) or isinstance(start, bool) or not 0 < start < self.token_count or start % size:
+            raise MalformedDocument(
+                f"resume_from is {str(start)[:40]}; it must be a multiple of {size} below the {self.token_count} tokens"
+            )
+        if not any(self.layout.first_stored(start).values()):
+            raise MalformedDocument(
+                f"resume_from is {start}, with which an artifact of this layout leaves nothing out: leave it out"
+            )
+
+    def require_resumable(self, position: int) -> None:
+        """Check that what a resume at token ``position`` needs is stored; at 0 it needs nothing.
+
+        Raises
+        ------
+        NotStored
+        """
+        if 0 < position < self.resume_from:
+            raise NotStored(
+                f"the artifact {self.id} can't be resumed at token {position}: of sliding layers it stores what is "
+                f"needed from token {self.resume_from} on",
+                position=position,
+                resume_from=self.resume_from,
+            )
 
     def check_records(self, records: Sequence[BlockRecord]) -> None:
         """Check that the records are this manifest's, whole, in order, without gap or overlap.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from repo_service.domain.canonical import canonical_json, frame, parse_json
 from repo_service.domain.digest import BLAKE3, SHA256, format_digest, parse_digest, sha256_digest
 from repo_service.domain.errors import MalformedDocument
-from repo_service.domain.layout import Layout
+from repo_service.domain.layout import ChunkSpec, Layout
 from repo_service.domain.schedule import Step, split_by_block
 from repo_service.domain.tokens import MAX_TOKENS, encode_tokens
 
@@ -134,6 +134,12 @@ class BlockRecord:
             {name: tuple(digests) for name, digests in chunks.items()},
         )
 
+    def stored(self, layout: Layout, firsts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        """Array and digest of each chunk that is stored; ``firsts`` are those of `Layout.first_stored`."""
+        for name, digests in self.chunks.items():
+            if self.start >= firsts[name] * layout.block_tokens:
+                yield from ((name, digest) for digest in digests)
+
     def check(self, layout: Layout) -> None:
         """Check the span, the steps and the chunks' number against a layout.
 
@@ -161,6 +167,13 @@ class BlockRecord:
                 f"block {self.key} names {_counts(found)} chunks; its layout has {_counts(expected)}",
                 block_key=self.key,
             )
+
+
+def stored_chunks(records: Iterable[BlockRecord], layout: Layout, resume_from: int) -> dict[str, ChunkSpec]:
+    """Chunks that an artifact which can be resumed from token ``resume_from`` on stores, with what their digests commit to."""
+    firsts = layout.first_stored(resume_from)
+    specs = {name: array.chunk for name, array in layout.arrays.items()}
+    return {digest: specs[name] for record in records for name, digest in record.stored(layout, firsts)}
 
 
 def parse_digest_value(value: Any, algorithm: str) -> None:

@@ -47,8 +47,13 @@ class Push(ABC):
     id: str
 
     @abstractmethod
-    def offer(self, records: Sequence[BlockRecord]) -> list[str]:
+    def offer(self, records: Sequence[BlockRecord], resume_from: int = 0) -> list[str]:
         """Announce blocks; returns the digests of chunks to send with `put`.
+
+        Parameters
+        ----------
+        resume_from
+            What the manifest is to say: chunks that the artifact will not store are not asked for.
 
         Raises
         ------

@@ -57,6 +57,7 @@ Holder = tuple[str, str]
 """Namespace and id of an artifact."""
 
 _DIGESTS = digest_list()
+_TWIN = Block.__table__.alias("twin")
 HOLDERS = 100
 """Most artifacts named as holders of one object."""
 
@@ -130,8 +131,12 @@ def artifacts_after(connection: Connection, row: int, limit: int) -> list[Publis
 
 
 def records_after(connection: Connection, row: int, limit: int) -> list[PublishedRecord]:
+    twin = (_TWIN.c.namespace == Block.namespace) & (_TWIN.c.key == Block.key)
     rows = connection.execute(
-        select(Block.id, Block.namespace, Block.key, Block.record).where(Block.id > row).order_by(Block.id).limit(limit)
+        select(Block.id, Block.namespace, Block.key, Block.record)
+        .where(Block.id > row, ~exists().where(twin, _TWIN.c.id < Block.id))
+        .order_by(Block.id)
+        .limit(limit)
     )
     return [
         PublishedRecord(row.id, row.namespace, format_digest(SHA256, row.key), format_digest(SHA256, row.record))
@@ -165,11 +170,13 @@ def holders_of_chunk(connection: Connection, digest: str) -> list[Holder]:
 
 
 def holders_of_block(connection: Connection, row: int) -> list[Holder]:
-    """The first artifacts that refer to a block, by its row."""
+    """The first artifacts that refer to a block, by one of its rows."""
     rows = connection.execute(
         select(Artifact.namespace, Artifact.digest)
         .join(ArtifactBlock, ArtifactBlock.artifact_id == Artifact.id)
-        .where(ArtifactBlock.block_id == row)
+        .join(Block, Block.id == ArtifactBlock.block_id)
+        .join(_TWIN, (_TWIN.c.namespace == Block.namespace) & (_TWIN.c.key == Block.key))
+        .where(_TWIN.c.id == row)
         .order_by(Artifact.namespace, Artifact.digest)
         .limit(HOLDERS)
     )

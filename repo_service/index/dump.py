@@ -23,7 +23,7 @@ from repo_service.index.models import (
 )
 
 _ARTIFACT = (Artifact.namespace, Artifact.digest)
-_BLOCK = (Block.namespace, Block.key)
+_BLOCK = (Block.namespace, Block.key, Block.part)
 
 
 def dump(connection: Connection) -> dict[str, list[tuple[Any, ...]]]:
@@ -50,7 +50,7 @@ def _statements() -> dict[str, Select[*tuple[Any, ...]]]:
         "artifacts": select(*artifact_columns, FingerprintRow.digest.label("fingerprint")).join(
             FingerprintRow, FingerprintRow.id == Artifact.fingerprint_id
         ),
-        "artifact_blocks": select(*_ARTIFACT, ArtifactBlock.position, Block.key)
+        "artifact_blocks": select(*_ARTIFACT, ArtifactBlock.position, Block.key, Block.part)
         .join(ArtifactBlock, ArtifactBlock.artifact_id == Artifact.id)
         .join(Block, Block.id == ArtifactBlock.block_id),
         "artifact_token_chunks": select(*_ARTIFACT, Chunk.digest)

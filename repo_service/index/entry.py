@@ -10,7 +10,6 @@ from repo_service.domain.digest import BLAKE3, parse_digest
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
-from repo_service.domain.tokens import token_chunk_spec
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,21 @@ class Entry:
     created_at: datetime
 
     def block_chunks(self) -> list[list[bytes]]:
-        """The chunk digests of each block, 32 bytes each."""
+        """The digests of the chunks stored of each block, 32 bytes each."""
+        layout = self.manifest.layout
+        firsts = layout.first_stored(self.manifest.resume_from)
         return [
-            [parse_digest(digest, BLAKE3) for digests in record.chunks.values() for digest in digests]
+            [parse_digest(digest, BLAKE3) for _, digest in record.stored(layout, firsts)] for record in self.records
+        ]
+
+    def parts(self) -> list[int]:
+        """How much of each block is stored, as the column ``blocks.part`` says it."""
+        firsts = self.manifest.layout.first_stored(self.manifest.resume_from)
+        size = self.manifest.layout.block_tokens
+        return [
+            0
+            if record.stop >= self.manifest.resume_from
+            else 1 + sum(record.start < first * size for first in firsts.values())
             for record in self.records
         ]
 
@@ -47,13 +58,5 @@ class Entry:
         return [parse_digest(digest, BLAKE3) for digest in self.manifest.tokens or ()]
 
     def specs(self) -> dict[str, ChunkSpec]:
-        """Every chunk the artifact refers to, with what its digest commits to."""
-        chunks = {name: array.chunk for name, array in self.manifest.layout.arrays.items()}
-        specs = {
-            digest: chunks[name]
-            for record in self.records
-            for name, digests in record.chunks.items()
-            for digest in digests
-        }
-        specs.update(dict.fromkeys(self.manifest.tokens or (), token_chunk_spec(self.manifest.token_count)))
-        return specs
+        """Every chunk the artifact stores, with what its digest commits to."""
+        return self.manifest.stored_chunks(self.records)

@@ -168,10 +168,10 @@ def _held_statement() -> Select[str, str]:
 
 
 def _match_statement() -> Select[*tuple[Any, ...]]:
-    """Binary search for the last key that is there.
+    """Binary search for the last key that is there, and from it back to one where the state can be resumed.
 
     A published artifact holds every block before one that it holds, and a key commits to all keys
-    before it; so the keys that are there come first.
+    before it; so the keys that are there come first. The way back is none where artifacts are stored whole.
     """
     packed = bindparam("keys", type_=LargeBinary)
     namespace = bindparam("namespace", type_=Text)
@@ -185,7 +185,12 @@ def _match_statement() -> Select[*tuple[Any, ...]]:
             search.c.low < search.c.high
         )
     )
-    position = search.c.low - 1
+    found = select(search.c.low).where(search.c.low == search.c.high).cte("found", recursive=True)
+    resumed = exists().where(
+        Block.namespace == namespace, Block.key == digest_at(packed, found.c.low - 1), Block.part == 0
+    )
+    found = found.union_all(select(found.c.low - 1).where(found.c.low > 0, ~resumed))
+    position = found.c.low - 1
     # A join would sort all artifacts that share the block; this takes the first in the index.
     holder = (
         select(ArtifactBlock.artifact_id)
@@ -195,10 +200,10 @@ def _match_statement() -> Select[*tuple[Any, ...]]:
         .scalar_subquery()
     )
     return (
-        select(search.c.low, Block.stop, Artifact.digest, Artifact.last_used_at)
-        .join(Block, (Block.namespace == namespace) & (Block.key == digest_at(packed, position)))
+        select(found.c.low, Block.stop, Artifact.digest, Artifact.last_used_at)
+        .join(Block, (Block.namespace == namespace) & (Block.key == digest_at(packed, position)) & (Block.part == 0))
         .join(Artifact, Artifact.id == holder)
-        .where(search.c.low == search.c.high, search.c.low > 0)
+        .where(found.c.low > 0)
     )
 
 

@@ -10,7 +10,7 @@ import repo_service
 from repo_service.domain.errors import NewerFormat
 from repo_service.index.engine import Database
 
-HEAD = "0005"
+HEAD = "0006"
 """The newest revision in ``migrations``; written here so that opening a current database need not load Alembic."""
 
 

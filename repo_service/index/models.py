@@ -106,8 +106,14 @@ class Chunk(Base):
 
 
 class Block(Base):
+    """A block as artifacts store it: one row for each of the ways in which the artifacts of a namespace do.
+
+    ``part`` is 0 where it is stored whole and the state at its end can be resumed; else 1 and the number of its
+    arrays that are not stored. A match ends at blocks of part 0.
+    """
+
     __tablename__ = "blocks"
-    __table_args__ = (UniqueConstraint("namespace", "key"),)
+    __table_args__ = (UniqueConstraint("namespace", "key", "part"),)
 
     id: Mapped[int] = mapped_column(primary_key=True)
     namespace: Mapped[str]
@@ -115,6 +121,7 @@ class Block(Base):
     record: Mapped[bytes]
     start: Mapped[int]
     stop: Mapped[int]
+    part: Mapped[int] = mapped_column(SmallInteger)
 
 
 class BlockChunk(Base):

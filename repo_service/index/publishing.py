@@ -35,7 +35,7 @@ from repo_service.index.models import (
 from repo_service.index.pushes import divergent_blocks
 
 _KEYS = digest_list("keys")
-_BLOCK_IDS = select(Block.key, Block.id).join(
+_BLOCK_IDS = select(Block.key, Block.part, Block.id).join(
     _KEYS, (Block.namespace == bindparam("namespace")) & (Block.key == _KEYS.c.digest)
 )
 _UNHELD = select(_KEYS.c.digest).where(
@@ -206,24 +206,25 @@ def _insert_blocks(connection: Connection, entry: Entry, known: Mapping[bytes, K
             offered_record=format_digest(SHA256, offered[key]),
         )
     parameters = bound(keys, "keys") | {"namespace": entry.namespace}
-    before = {row.key for row in connection.execute(_BLOCK_IDS, parameters)}
+    names = list(zip(keys, entry.parts(), strict=True))
+    before = {(row.key, row.part) for row in connection.execute(_BLOCK_IDS, parameters)}
     new = [
-        (key, record, digests)
-        for key, record, digests in zip(keys, entry.records, entry.block_chunks(), strict=True)
-        if key not in before
+        (name, record, digests)
+        for name, record, digests in zip(names, entry.records, entry.block_chunks(), strict=True)
+        if name not in before
     ]
     insert_many(
         connection,
-        (Block.namespace, Block.key, Block.record, Block.start, Block.stop),
-        ((entry.namespace, key, offered[key], record.start, record.stop) for key, record, _ in new),
+        (Block.namespace, Block.key, Block.record, Block.start, Block.stop, Block.part),
+        ((entry.namespace, key, offered[key], record.start, record.stop, part) for (key, part), record, _ in new),
     )
-    ids = {row.key: row.id for row in connection.execute(_BLOCK_IDS, parameters)}
+    ids = {(row.key, row.part): row.id for row in connection.execute(_BLOCK_IDS, parameters)}
     insert_many(
         connection,
         (BlockChunk.block_id, BlockChunk.chunk_id),
-        ((ids[key], known[digest].id) for key, _, digests in new for digest in digests),
+        ((ids[name], known[digest].id) for name, _, digests in new for digest in digests),
     )
-    return [ids[key] for key in keys]
+    return [ids[name] for name in names]
 
 
 def _fingerprint(connection: Connection, fingerprint: Fingerprint) -> int:

@@ -133,9 +133,10 @@ def rebuild(
     if unread_before != set(keep):
         raise Unkept(unread_before)
     meta.set_complete(connection, complete=True)
+    blocks = select(Block.namespace, Block.key).distinct().subquery()
     count = [
-        connection.scalars(select(func.count()).select_from(model)).one()
-        for model in (Artifact, Block, Tag, DivergenceRow)
+        connection.scalars(select(func.count()).select_from(rows)).one()
+        for rows in (Artifact, blocks, Tag, DivergenceRow)
     ]
     published = select(func.count()).where(Chunk.state.in_(HELD))
     return Rebuilt(count[0], count[1], connection.scalars(published).one(), count[2], count[3])

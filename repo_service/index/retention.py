@@ -53,6 +53,7 @@ class Freed(NamedTuple):
 
 _GONE = id_list("gone")
 _OTHER = Chunk.__table__.alias("other")
+_TWIN = Block.__table__.alias("twin")
 _OTHER_BLOCK = ArtifactBlock.__table__.alias("other_block")
 _OTHER_ARTIFACT = Artifact.__table__.alias("other_artifact")
 
@@ -97,12 +98,21 @@ _FREED_CHUNKS = (
     .group_by(Chunk.digest)
     .order_by(Chunk.digest)
 )
-_FREED_RECORDS = select(Block.namespace, Block.key).where(
-    Block.id.in_(select(ArtifactBlock.block_id).where(ArtifactBlock.artifact_id.in_(_GONE))),
-    ~exists().where(_OTHER_BLOCK.c.block_id == Block.id, _OTHER_BLOCK.c.artifact_id.not_in(_GONE)),
-    ~exists().where(
-        PushBlock.key == Block.key, PushRecord.id == PushBlock.push_id, PushRecord.namespace == Block.namespace
-    ),
+_FREED_RECORDS = (
+    select(Block.namespace, Block.key)
+    .where(
+        Block.id.in_(select(ArtifactBlock.block_id).where(ArtifactBlock.artifact_id.in_(_GONE))),
+        ~exists().where(
+            _TWIN.c.namespace == Block.namespace,
+            _TWIN.c.key == Block.key,
+            _OTHER_BLOCK.c.block_id == _TWIN.c.id,
+            _OTHER_BLOCK.c.artifact_id.not_in(_GONE),
+        ),
+        ~exists().where(
+            PushBlock.key == Block.key, PushRecord.id == PushBlock.push_id, PushRecord.namespace == Block.namespace
+        ),
+    )
+    .distinct()
 )
 _FREED_MANIFESTS = (
     select(Artifact.digest)

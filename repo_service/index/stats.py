@@ -32,7 +32,7 @@ def of(connection: Connection, namespace: str) -> Stats:
     return Stats(
         namespace=namespace,
         artifacts=artifacts.artifacts,
-        blocks=count(rows.where(Block.namespace == namespace)),
+        blocks=count(select(func.count(Block.key.distinct())).where(Block.namespace == namespace)),
         chunks=chunks.chunks,
         tags=count(rows.where(Tag.namespace == namespace)),
         fingerprints=artifacts.fingerprints,

@@ -173,7 +173,7 @@ def _push_chunks(
             counted.add(pool.map(send, hierarchy.token_chunks()))
         for block in range(len(records)):
             if block % _OFFERED_RECORDS == 0:
-                missing.update(push.offer(records[block : block + _OFFERED_RECORDS]))
+                missing.update(push.offer(records[block : block + _OFFERED_RECORDS], manifest.resume_from))
             counted.add(pool.map(send, hierarchy.block_chunks(block)))
 
 

@@ -33,7 +33,7 @@ from repo_service.domain.frame import NONE, encode_chunk
 from repo_service.domain.layout import ChunkSpec, Layout
 from repo_service.domain.manifest import MAX_ARTIFACT_CHUNKS, Manifest
 from repo_service.domain.names import check_namespace
-from repo_service.domain.record import BlockRecord
+from repo_service.domain.record import BlockRecord, stored_chunks
 from repo_service.domain.repository import Push
 from repo_service.domain.tokens import MAX_TOKENS, token_chunk_count, token_chunk_spec
 from repo_service.domain.views import ArtifactInfo, Divergence
@@ -118,14 +118,12 @@ class LocalPush(Push):
         self._observer = observer
         self._reserve = reserve
 
-    def offer(self, records: Sequence[BlockRecord]) -> list[str]:
+    def offer(self, records: Sequence[BlockRecord], resume_from: int = 0) -> list[str]:
         push = self._index.push(self.id, self._namespace)
         layout = Layout.of(push.fingerprint)
-        specs: dict[str, ChunkSpec] = {}
         for record in records:
             record.check(layout)
-            for name, digests in record.chunks.items():
-                specs.update(dict.fromkeys(digests, layout.arrays[name].chunk))
+        specs = stored_chunks(records, layout, resume_from)
         offered = self._offer(push.namespace, records, specs)
         for record, stored_digest in offered.divergent:
             self._diverged(push.namespace, record, stored_digest)

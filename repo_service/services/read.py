@@ -19,7 +19,7 @@ from repo_service.domain.frame import NONE, decode_chunk, longest_frame
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.manifest import Manifest, require_digest
 from repo_service.domain.record import BlockRecord
-from repo_service.domain.tokens import read_token_chunks, token_chunk_spec
+from repo_service.domain.tokens import read_token_chunks
 from repo_service.domain.views import StorageReport
 from repo_service.index import Entry, Index
 from repo_service.services.documents import EntryDocument, block_record_key, chunk_key, manifest_key, unseal
@@ -166,11 +166,7 @@ def read_ahead(store: Store, read: Callable[[K], T], names: Iterable[K]) -> Iter
 
 def held_chunks(manifest: Manifest, records: Iterable[BlockRecord]) -> dict[str, ChunkSpec]:
     """Every chunk of an artifact with the dtype and shape its digest commits to."""
-    specs = {name: array.chunk for name, array in manifest.layout.arrays.items()}
-    held = {digest: specs[name] for r in records for name, digests in r.chunks.items() for digest in digests}
-    for digest in manifest.tokens or ():
-        held[digest] = token_chunk_spec(manifest.token_count)
-    return held
+    return manifest.stored_chunks(records)
 
 
 @dataclass

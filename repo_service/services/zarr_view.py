@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound
+from repo_service.domain.errors import ChunkCorrupt, ChunkNotFound, NotStored
 from repo_service.domain.layout import DTYPE_BYTES, ArrayLayout, ChunkSpec
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
@@ -77,6 +77,7 @@ class Hierarchy:
             f"{path}/{METADATA}" if path else METADATA: _encode(node) for path, node in _nodes(manifest).items()
         }
         self._arrays = manifest.layout.arrays
+        self._firsts = manifest.layout.first_stored(manifest.resume_from)
         self._blocks = len(manifest.blocks)
 
     def __iter__(self) -> Iterator[str]:
@@ -93,8 +94,10 @@ class Hierarchy:
                 yield f"{TOKENS}/c/{row}", ChunkAddress(TOKENS, row, 0, spec)
 
     def block_chunks(self, block: int) -> Iterator[tuple[str, ChunkAddress]]:
-        """Key and address of each chunk of one block, in the order of its record."""
+        """Key and address of each chunk that is stored of one block, in the order of its record."""
         for name, array in self._arrays.items():
+            if block < self._firsts[name]:
+                continue
             layer_chunks, head_chunks = array.grid
             for position in range(layer_chunks * head_chunks):
                 i, j = divmod(position, head_chunks)
@@ -120,9 +123,24 @@ class Hierarchy:
         return ChunkAddress(name, index[0], position, spec)
 
     def digest(self, chunk: ChunkAddress, records: Sequence[BlockRecord]) -> str:
-        """The digest that the manifest, or the block's record, gives a chunk."""
+        """The digest that the manifest, or the block's record, gives a chunk.
+
+        Raises
+        ------
+        NotStored
+            If the artifact leaves the chunk out.
+        """
         if chunk.array == TOKENS and self.manifest.tokens is not None:
             return self.manifest.tokens[chunk.row]
+        first = self._firsts[chunk.array]
+        if chunk.row < first:
+            raise NotStored(
+                f"the artifact {self.manifest.id} stores {chunk.array} from block {first} on, and block {chunk.row} was "
+                f"asked for: it keeps of sliding layers what is needed from token {self.manifest.resume_from} on",
+                array=chunk.array,
+                first_block=first,
+                artifact_id=self.manifest.id,
+            )
         return records[chunk.row].chunks[chunk.array][chunk.position]
 
 
@@ -169,12 +187,14 @@ class ZarrView:
     def get(self, key: str) -> bytes | None:
         """A metadata document or a verified chunk; None only for a key outside the view.
 
-        Zarr readers take an absent chunk for the fill value, so a chunk that is lost is an error.
+        Zarr readers take an absent chunk for the fill value, so a chunk that is lost, or left out, is an error.
 
         Raises
         ------
         ChunkCorrupt
             If a chunk of the artifact is lost or altered.
+        NotStored
+            If the artifact leaves the chunk out.
         """
         document = self.hierarchy.documents.get(key)
         if document is not None:
@@ -191,7 +211,7 @@ class ZarrView:
 
         Raises
         ------
-        ChunkCorrupt
+        ChunkCorrupt, NotStored
         """
         digest = self.hierarchy.digest(chunk, self.records())
         artifact_id = self.manifest.id
@@ -228,6 +248,7 @@ def _nodes(manifest: Manifest) -> dict[str, dict[str, Any]]:
             "exactness": manifest.exactness.to_json(),
             "parent": manifest.parent,
             "annotations": manifest.annotations,
+            **({"resume_from": manifest.resume_from} if manifest.resume_from else {}),
         }
     )
     root["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": children}
