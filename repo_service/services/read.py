@@ -150,18 +150,19 @@ def read_ahead(store: Store, read: Callable[[K], T], names: Iterable[K]) -> Iter
         yield from ((name, partial(read, name)) for name in names)
         return
     running: deque[tuple[K, Future[T]]] = deque()
-    with ThreadPoolExecutor(store.concurrency) as pool:
-        try:
-            for name in names:
-                running.append((name, pool.submit(read, name)))
-                if len(running) > store.concurrency:
-                    first, outcome = running.popleft()
-                    yield first, outcome.result
-            for first, outcome in running:
+    pool = ThreadPoolExecutor(store.concurrency)
+    try:
+        for name in names:
+            running.append((name, pool.submit(read, name)))
+            if len(running) > store.concurrency:
+                first, outcome = running.popleft()
                 yield first, outcome.result
-        finally:
-            for _, outcome in running:
-                outcome.cancel()
+        for first, outcome in running:
+            yield first, outcome.result
+    finally:
+        # Where this is given up, it may be the garbage collector that ends it, in the middle of anything: waiting for
+        # threads there can wait for ever.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def held_chunks(manifest: Manifest, records: Iterable[BlockRecord]) -> dict[str, ChunkSpec]:
