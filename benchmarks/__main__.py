@@ -113,6 +113,12 @@ def _joint(small: bool) -> Mapping[str, Any]:
     }
 
 
+def _route(small: bool) -> Mapping[str, Any]:
+    from benchmarks import route
+
+    return route.run([1536], 60) if small else route.run([1536, 7680, 32512])
+
+
 def _near_miss(small: bool) -> Mapping[str, Any]:
     from benchmarks import near_miss
 
@@ -156,6 +162,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[[bool], Mapping[str, Any]]]] = {
     "paged": ("time per token, stalls and device memory, paged against resident, by length (SmolLM2-135M)", _paged),
     "joint": ("needles found, time per token and device memory of joint attention, by length", _joint),
     "ladder": ("needles at 1 to 128 windows by each way past the window; hours, and can be gone on with", _ladder),
+    "route": ("the right document among real ones, and what the confidence tells, without a model", _route),
     "near-miss": ("answers from the wrong artifact, with and without the confidence gate", _near_miss),
     "headline": ("2,854,766 tokens in 88 artifacts of Gemma 3 270M; hours, and can be gone on with", _headline),
     "node-cache": ("pull through the service, cold and warm cache of the node, against a raw read", _node_cache),

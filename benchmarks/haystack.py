@@ -184,25 +184,36 @@ def _segments(text: str) -> Iterator[str]:
 
 @cache
 def real_texts() -> tuple[list[str], list[str]]:
-    """Prose and code, about 12 and 11 million characters."""
-    prose: list[str] = []
-    code: list[str] = []
-    for distribution in DISTRIBUTIONS:
-        beginning, ending = distribution.prose
-        with tarfile.open(_fetch(distribution)) as archive:
-            for member in sorted(archive.getmembers(), key=lambda member: member.name):
-                name, file = member.name.partition("/")[2], archive.extractfile(member)
-                if file is None:
-                    continue
-                if name.startswith(beginning) and name.endswith(ending):
-                    prose.append(file.read().decode())
-                elif name.startswith(distribution.code) and name.endswith(".py") and _is_code(name, member.size):
-                    code.append(file.read().decode())
-    return prose, code
+    """Prose and code, about 11 and 13 million characters."""
+    code = [
+        text
+        for distribution in DISTRIBUTIONS
+        for name, text in _files(distribution).items()
+        if name.startswith(distribution.code) and name.endswith(".py") and len(text) > 2_000 and "/locale/" not in name
+    ]
+    return list(manuals().values()), code
 
 
-def _is_code(name: str, size: int) -> bool:
-    return size > 2_000 and "/locale/" not in name
+def manuals() -> dict[str, str]:
+    """The prose by the names of its files."""
+    return {
+        name: text
+        for distribution in DISTRIBUTIONS
+        for name, text in _files(distribution).items()
+        if name.startswith(distribution.prose[0]) and name.endswith(distribution.prose[1])
+    }
+
+
+@cache
+def _files(distribution: Distribution) -> dict[str, str]:
+    """All prose and code of a distribution, in the order of their names."""
+    found = {}
+    with tarfile.open(_fetch(distribution)) as archive:
+        for member in sorted(archive.getmembers(), key=lambda member: member.name):
+            name = member.name.partition("/")[2]
+            if name.endswith((".py", distribution.prose[1])) and (file := archive.extractfile(member)) is not None:
+                found[name] = file.read().decode(errors="replace")
+    return found
 
 
 def _fetch(distribution: Distribution) -> Path:
