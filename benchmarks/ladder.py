@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="where lines are read and written")
     arguments = parser.parse_args()
     ladders = [
-        Ladder(**{**asdict(ladder), "multiples": tuple(m for m in ladder.multiples if m <= arguments.up_to)})
+        replace(ladder, multiples=tuple(m for m in ladder.multiples if m <= arguments.up_to))
         for ladder in LADDERS
         if arguments.model in (None, ladder.model) and arguments.window in (None, ladder.window)
     ]

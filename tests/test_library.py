@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import families
 import pytest
 import torch
 from hypothesis import given, settings
@@ -259,18 +258,11 @@ def test_an_interrupted_artifact_costs_at_most_a_stage_again(
         assert all(library.session.verify(held.info.id, samples=2).exact for held in library.artifacts())
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    families.build("llama", torch.float32, "eager").save_pretrained(directory)
-    families.tiny_tokenizer().save_pretrained(directory)
-    return directory
-
-
-def test_after_kill_9_in_the_middle_a_second_add_goes_on(tmp_path: Path, model: Path) -> None:
+def test_after_kill_9_in_the_middle_a_second_add_goes_on(tmp_path: Path, model_directory: Path) -> None:
     folder = write_documents(tmp_path / "docs", 6, 40)
     url = (tmp_path / "repository").as_uri()
-    options = ("--model", model, "--window", 400, "--reserve", 100, "--block-tokens", 32, "--stage-tokens", 64)
+    sizes = ("--window", 400, "--reserve", 100, "--block-tokens", 32, "--stage-tokens", 64)
+    options = ("--model", model_directory, *sizes)
     command = [sys.executable, "-m", "repo_service.cli", "library", "add", folder, "--repo", url, *options]
     process = subprocess.Popen(list(map(str, command)), start_new_session=True)
     survived: list[str] = []
