@@ -16,7 +16,6 @@ from repo_service.cli.main import main
 from repo_service.client import open_repository
 from repo_service.domain.digest import chunk_digest
 from repo_service.services.documents import chunk_key
-from repo_service.services.read import held_chunks
 
 TEXT = "A tide mill grinds grain with no fuel and no wind. " * 8
 BLOCK = 64
@@ -50,7 +49,7 @@ def publish_altered(root: Path, ref: str, namespace: str) -> None:
     with open_repository(root.as_uri()) as repository:
         manifest = repository.manifest(ref, "default")
         records = repository.records(manifest, "default")
-        specs = held_chunks(manifest, records)
+        specs = manifest.stored_chunks(records)
         contents = {digest: bytearray(spec.size) for digest, spec in specs.items()}
         for digest, out in contents.items():
             repository.read_chunk(manifest.id, "default", digest, specs[digest], memoryview(out))

@@ -31,7 +31,6 @@ from repo_service.domain.errors import (
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactQuery
 from repo_service.services.documents import chunk_key
-from repo_service.services.read import held_chunks
 
 pytestmark = pytest.mark.everywhere
 
@@ -57,7 +56,7 @@ def contents(repository: Repository, ref: str) -> dict[str, bytes]:
     """Every chunk of an artifact, by digest, as it reads."""
     manifest = repository.manifest(ref, NS)
     found = {}
-    for digest, spec in held_chunks(manifest, repository.records(manifest, NS)).items():
+    for digest, spec in manifest.stored_chunks(repository.records(manifest, NS)).items():
         out = bytearray(spec.size)
         repository.read_chunk(manifest.id, NS, digest, spec, memoryview(out))
         assert chunk_digest(out, spec.dtype, spec.shape) == digest

@@ -47,7 +47,7 @@ from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactInfo, ArtifactQuery
-from repo_service.services.read import held_chunks, read_record
+from repo_service.services.read import read_record
 from repo_service.storage import Store
 
 pytestmark = pytest.mark.everywhere
@@ -155,7 +155,7 @@ def push_all(repository: Repository, made: Made, namespace: str = NS) -> Artifac
 
 def pull_all(repository: Repository, made: Made, namespace: str = NS) -> dict[str, bytes]:
     manifest = repository.manifest(made[0].id, namespace)
-    held = held_chunks(manifest, repository.records(manifest, namespace))
+    held = manifest.stored_chunks(repository.records(manifest, namespace))
 
     def read(item: tuple[str, ChunkSpec]) -> tuple[str, bytes]:
         digest, spec = item

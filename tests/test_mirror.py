@@ -36,7 +36,6 @@ from repo_service.domain.errors import (
 from repo_service.domain.repository import Repository
 from repo_service.domain.views import ArtifactQuery
 from repo_service.services.documents import block_record_key, manifest_key
-from repo_service.services.read import held_chunks
 from repo_service.services.repository import LocalRepository
 
 pytestmark = pytest.mark.everywhere
@@ -74,7 +73,7 @@ def held(repository: Repository, namespace: str = NS) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for artifact_id in ids(repository, namespace):
         manifest = repository.manifest(artifact_id, namespace)
-        sizes |= {d: s.size for d, s in held_chunks(manifest, repository.records(manifest, namespace)).items()}
+        sizes |= {d: s.size for d, s in manifest.stored_chunks(repository.records(manifest, namespace)).items()}
     return sizes
 
 
@@ -422,7 +421,7 @@ def test_verify_names_what_it_can_not_heal(
 def held_of(artifact_id: str, *repositories: Repository) -> dict[str, Any]:
     repository = next(r for r in repositories if artifact_id in ids(r))
     manifest = repository.manifest(artifact_id, NS)
-    return dict(held_chunks(manifest, repository.records(manifest, NS)))
+    return dict(manifest.stored_chunks(repository.records(manifest, NS)))
 
 
 # Interruptions

@@ -46,7 +46,6 @@ from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Repository
 from repo_service.services.documents import chunk_key
-from repo_service.services.read import held_chunks
 
 NS = "default"
 SPAWN = multiprocessing.get_context("spawn")
@@ -77,7 +76,7 @@ def read_all(
 ) -> dict[str, bytes]:
     """Pull an artifact; what is read must be what was pushed."""
     manifest = manifest or repository.manifest(made[0].id, namespace)
-    held = held_chunks(manifest, repository.records(manifest, namespace))
+    held = manifest.stored_chunks(repository.records(manifest, namespace))
     found = {digest: read_one(repository, manifest, digest, spec, namespace) for digest, spec in held.items()}
     assert found == made[2]
     return found
@@ -90,7 +89,7 @@ def read_one(repository: Repository, manifest: Manifest, digest: str, spec: Chun
 
 
 def a_chunk(made: Artifact) -> tuple[str, ChunkSpec]:
-    return next(iter(held_chunks(made[0], made[1]).items()))
+    return next(iter(made[0].stored_chunks(made[1]).items()))
 
 
 MADE = artifact(random.Random(5).choices(range(1000), k=100), fingerprint())
@@ -148,7 +147,7 @@ def test_a_pull_goes_on_from_the_cache_when_the_service_has_gone(tmp_path: Path,
         push(repository, MADE)
         read_all(repository, MADE)
         manifest = repository.manifest(MADE[0].id, NS)
-        held = held_chunks(manifest, repository.records(manifest, NS))
+        held = manifest.stored_chunks(repository.records(manifest, NS))
     with repository:
         assert {d: read_one(repository, manifest, d, spec) for d, spec in held.items()} == MADE[2]
 
@@ -174,7 +173,7 @@ def test_two_repositories_share_equal_chunks(tmp_path: Path, service: Service, c
 
 def test_threads_of_one_pull_share_a_cache(remote: Repository, service: Service, cache: NodeCache) -> None:
     manifest = remote.manifest(MADE[0].id, NS)
-    held = held_chunks(manifest, remote.records(manifest, NS))
+    held = manifest.stored_chunks(remote.records(manifest, NS))
 
     def read(digest: str) -> bytes:
         return read_one(remote, manifest, digest, held[digest])
@@ -193,7 +192,7 @@ def test_threads_of_one_pull_share_a_cache(remote: Repository, service: Service,
 def test_i3_every_flip_and_cut_of_a_cached_file_is_found_and_healed(remote: Repository, cache: NodeCache) -> None:
     read_all(remote, MADE)
     manifest = remote.manifest(MADE[0].id, NS)
-    held = held_chunks(manifest, remote.records(manifest, NS))
+    held = manifest.stored_chunks(remote.records(manifest, NS))
     generator = random.Random(3)
     for number in range(400):
         path = generator.choice(files(Path(cache.directory)))

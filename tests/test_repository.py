@@ -38,7 +38,6 @@ from repo_service.domain.record import BlockRecord, block_keys
 from repo_service.domain.repository import Repository
 from repo_service.domain.schedule import canonical_steps
 from repo_service.domain.views import MAX_QUERY_CHARACTERS, MAX_QUERY_WORDS, ArtifactQuery
-from repo_service.services.read import held_chunks
 
 pytestmark = pytest.mark.everywhere
 
@@ -63,7 +62,7 @@ def tokens_of(seed: int, count: int) -> list[int]:
 
 def read_all(repository: Repository, manifest: Manifest, namespace: str) -> dict[str, bytes]:
     contents = {}
-    for digest, spec in held_chunks(manifest, repository.records(manifest, namespace)).items():
+    for digest, spec in manifest.stored_chunks(repository.records(manifest, namespace)).items():
         out = memoryview(bytearray(spec.size))
         repository.read_chunk(manifest.id, namespace, digest, spec, out)
         contents[digest] = bytes(out)
@@ -360,7 +359,7 @@ def test_i7_another_namespace_s_chunks_are_neither_readable_nor_skipped(reposito
     made = artifact(tokens_of(50, 40), MADE_WITH)
     mine, other = namespace, namespace + "-other"
     push(repository, made, mine)
-    digest, spec = next(iter(held_chunks(made[0], made[1]).items()))
+    digest, spec = next(iter(made[0].stored_chunks(made[1]).items()))
     with pytest.raises(ArtifactNotFound):
         repository.read_chunk(made[0].id, other, digest, spec, memoryview(bytearray(spec.size)))
     with pytest.raises(ArtifactNotFound):
@@ -389,7 +388,7 @@ def test_a_chunk_that_the_artifact_does_not_hold_is_not_served(repository: Repos
     one, two = (artifact(tokens_of(60 + i, 20), MADE_WITH) for i in range(2))
     push(repository, one, namespace)
     push(repository, two, namespace)
-    digest, spec = next(iter(held_chunks(two[0], two[1]).items()))
+    digest, spec = next(iter(two[0].stored_chunks(two[1]).items()))
     with pytest.raises(ChunkNotFound):
         repository.read_chunk(one[0].id, namespace, digest, spec, memoryview(bytearray(spec.size)))
 

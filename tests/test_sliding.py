@@ -32,7 +32,6 @@ from repo_service.domain.repository import Repository
 from repo_service.domain.views import Match
 from repo_service.services.export import export_artifact, import_artifact
 from repo_service.services.opening import open_local
-from repo_service.services.read import held_chunks
 
 pytestmark = pytest.mark.everywhere
 
@@ -73,7 +72,7 @@ def assert_holds(repository: Repository, made: Artifact) -> None:
     manifest, records, chunks = made
     assert repository.manifest(manifest.id, NS).data == manifest.data
     assert [record.data for record in repository.records(manifest, NS)] == [record.data for record in records]
-    for digest, spec in held_chunks(manifest, records).items():
+    for digest, spec in manifest.stored_chunks(records).items():
         out = bytearray(spec.size)
         repository.read_chunk(manifest.id, NS, digest, spec, memoryview(out))
         assert out == chunks[digest]
@@ -172,7 +171,9 @@ def test_only_what_is_stored_is_asked_for_sent_and_read(repository: Repository) 
     assert info.total_bytes < sum(map(len, WHOLE[2].values()))
     digest = min(left_out())
     with pytest.raises(ChunkNotFound):
-        repository.read_chunk(info.id, NS, digest, held_chunks(*WHOLE[:2])[digest], memoryview(bytearray(2**12)))
+        repository.read_chunk(
+            info.id, NS, digest, WHOLE[0].stored_chunks(WHOLE[1])[digest], memoryview(bytearray(2**12))
+        )
 
 
 def test_a_commit_that_promises_more_than_was_sent_is_refused(repository: Repository) -> None:

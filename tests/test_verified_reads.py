@@ -16,7 +16,6 @@ from repo_service.client import open_repository
 from repo_service.domain.errors import ChunkCorrupt, Corrupt
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.repository import Repository
-from repo_service.services.read import held_chunks
 
 pytestmark = pytest.mark.everywhere
 
@@ -52,7 +51,7 @@ def flipped(data: bytes, generator: random.Random) -> bytes:
 def read_everything(repository: Repository, artifact_id: str) -> None:
     manifest = repository.manifest(artifact_id, "default")
     records = repository.records(manifest, "default")
-    for digest, spec in held_chunks(manifest, records).items():
+    for digest, spec in manifest.stored_chunks(records).items():
         repository.read_chunk(artifact_id, "default", digest, spec, memoryview(bytearray(spec.size)))
 
 
@@ -64,7 +63,7 @@ def read_file(repository: Repository, manifest: Manifest, kind: str, path: Place
         repository.records(manifest, "default")
     else:
         digest = f"blake3:{path.parent.name}{path.name}"
-        held = held_chunks(manifest, repository.records(manifest, "default"))
+        held = manifest.stored_chunks(repository.records(manifest, "default"))
         repository.read_chunk(manifest.id, "default", digest, held[digest], memoryview(bytearray(held[digest].size)))
 
 
@@ -97,7 +96,7 @@ def test_every_bit_flip_and_truncation_is_found_through_the_service(module_root:
 def test_the_error_names_the_chunk_and_checking_reports_it(module_root: Place, stored: Manifest) -> None:
     with open_repository(module_root.as_uri()) as repository:
         digest = repository.records(stored, "default")[3].chunks["full/v"][0]
-        spec = held_chunks(stored, repository.records(stored, "default"))[digest]
+        spec = stored.stored_chunks(repository.records(stored, "default"))[digest]
         path = module_root / "chunks" / digest[7:9] / digest[9:]
         with damaged(path, flipped(path.read_bytes(), random.Random(3))):
             with pytest.raises(ChunkCorrupt, match=digest):

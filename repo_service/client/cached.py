@@ -38,7 +38,6 @@ from repo_service.domain.views import (
     StorageReport,
     TagInfo,
 )
-from repo_service.services.read import held_chunks
 
 # Artifacts whose chunks may be read from the cache at once.
 _GRANTS_KEPT = 16
@@ -85,7 +84,7 @@ class CachedRepository(Repository):
         with self._refusals(manifest.id, namespace):
             asked_at = time.monotonic()
             records = self._repository.records(manifest, namespace)
-        self._grant(manifest.id, namespace, _Grant(held_chunks(manifest, records), asked_at))
+        self._grant(manifest.id, namespace, _Grant(manifest.stored_chunks(records), asked_at))
         return records
 
     def read_chunk(self, artifact_id: str, namespace: str, digest: str, spec: ChunkSpec, out: memoryview) -> None:

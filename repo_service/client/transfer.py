@@ -14,7 +14,6 @@ from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.names import check_namespace, check_tag, is_artifact_reference
 from repo_service.domain.repository import Repository, despite_expiry
 from repo_service.domain.views import ArtifactInfo, View
-from repo_service.services.read import held_chunks
 
 Progress = Callable[[str, int, int], None]
 """Called with what is counted ("bytes"), how many are at the destination, and how many there are; one call at a time."""
@@ -78,7 +77,7 @@ def copy_artifact(
         tag = ref
     manifest = source.manifest(source.artifact(ref, source_namespace).id, source_namespace)
     records = source.records(manifest, source_namespace)
-    held = held_chunks(manifest, records)
+    held = manifest.stored_chunks(records)
     tries: list[_Moves] = []
 
     def publish() -> ArtifactInfo:

@@ -7,26 +7,21 @@ snapshot, take no lock and make no writer wait.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 from sqlalchemy import Connection, Engine
 
 from repo_service.domain.errors import Unavailable
 from repo_service.index.errors import translated
+from repo_service.index.forks import FORKS
 from repo_service.index.line import Line
 
 BUSY_SECONDS = 30
 """How long a transaction waits for the write lock."""
-
-FORK_SECONDS = 5
-"""How long a fork waits for a transaction that writes."""
 
 Mode = Literal["read", "write", "durable"]
 
@@ -47,8 +42,7 @@ class Database(ABC):
         self._reader = reader
         self._line = Line()
         self._failed_at = 0.0
-        self._forking = threading.local()
-        _mind_forks(self)
+        FORKS.tell(self._renew)
 
     @abstractmethod
     def _begin(self, connection: Connection, mode: Mode, wait: float) -> None:
@@ -75,26 +69,15 @@ class Database(ABC):
         return self._write("durable", BUSY_SECONDS)
 
     def close(self) -> None:
-        self._writer.dispose()
-        self._reader.dispose()
+        with FORKS.kept_out():
+            self._writer.dispose()
+            self._reader.dispose()
 
-    def before_fork(self) -> None:
-        """Let no transaction of this process write while it forks: the child would inherit its lock, for good."""
-        turn = self._line.turn(FORK_SECONDS)
-        self._forking.turn = None
-        with suppress(Unavailable):
-            turn.__enter__()
-            self._forking.turn = turn
-
-    def after_fork(self, *, in_child: bool) -> None:
-        turn, self._forking.turn = getattr(self._forking, "turn", None), None
-        if in_child:
-            # The connections, and whoever waits for them, stay with the process they were opened in.
-            self._line = Line()
-            self._writer.dispose(close=False)
-            self._reader.dispose(close=False)
-        elif turn is not None:
-            turn.__exit__(None, None, None)
+    def _renew(self) -> None:
+        """In a child: the connections, and whoever waits for them, stay with the process they were opened in."""
+        self._line = Line()
+        self._writer.dispose(close=False)
+        self._reader.dispose(close=False)
 
     @contextmanager
     def _write(self, mode: Mode, wait: float) -> Iterator[Connection]:
@@ -109,7 +92,7 @@ class Database(ABC):
 
     @contextmanager
     def _transaction(self, engine: Engine, mode: Mode, wait: float) -> Iterator[Connection]:
-        with translated():
+        with translated(), FORKS.kept_out():
             try:
                 connection = engine.connect()
             except BaseException:
@@ -119,18 +102,3 @@ class Database(ABC):
             with connection, connection.begin():
                 self._begin(connection, mode, wait)
                 yield connection
-
-
-def _mind_forks(database: Database) -> None:
-    reference = weakref.ref(database)
-
-    def tell(what: Callable[[Database], None]) -> None:
-        if (alive := reference()) is not None:
-            what(alive)
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(
-            before=lambda: tell(Database.before_fork),
-            after_in_parent=lambda: tell(lambda alive: alive.after_fork(in_child=False)),
-            after_in_child=lambda: tell(lambda alive: alive.after_fork(in_child=True)),
-        )

@@ -20,6 +20,7 @@ from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event
 from repo_service.domain.errors import MalformedUrl
 from repo_service.index.engine import BUSY_SECONDS, Database, Mode
 from repo_service.index.errors import translated
+from repo_service.index.forks import FORKS
 
 READERS = 16
 _MEMORY = ":memory:"
@@ -55,7 +56,7 @@ class SqliteDatabase(Database):
             return
         reader = _engine(self._path, READERS)
         event.listen(reader, "connect", _only_read)
-        with translated():
+        with translated(), FORKS.kept_out():
             _use_wal(self._path)
         super().__init__(writer, reader)
 

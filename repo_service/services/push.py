@@ -50,7 +50,7 @@ from repo_service.services.documents import (
 )
 from repo_service.services.garbage import remove_loose
 from repo_service.services.observer import Observer
-from repo_service.services.read import held_chunks, read_record, read_tokens
+from repo_service.services.read import read_record, read_tokens
 from repo_service.services.reserve import Reserve
 from repo_service.services.retention import read_policy
 from repo_service.services.settle import settle
@@ -237,7 +237,7 @@ class LocalPush(Push):
         keys = [key for key, _ in manifest.blocks]
         records = [BlockRecord.parse(data) for data in self._index.push_records(self.id, keys)]
         manifest.check_records(records)
-        missing = self._index.unarrived(self.id, list(held_chunks(manifest, records)))
+        missing = self._index.unarrived(self.id, list(manifest.stored_chunks(records)))
         if missing:
             raise ChunksMissing(
                 f"{len(missing)} chunks have not arrived, the first is {missing[0]}", missing=missing[:1000]

@@ -165,11 +165,6 @@ def read_ahead(store: Store, read: Callable[[K], T], names: Iterable[K]) -> Iter
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def held_chunks(manifest: Manifest, records: Iterable[BlockRecord]) -> dict[str, ChunkSpec]:
-    """Every chunk of an artifact with the dtype and shape its digest commits to."""
-    return manifest.stored_chunks(records)
-
-
 @dataclass
 class _Holding:
     chunks: dict[str, ChunkSpec]
@@ -216,7 +211,7 @@ class Holdings:
 
     def keep(self, namespace: str, manifest: Manifest, records: Iterable[BlockRecord]) -> None:
         """Remember what was just read of an artifact that was just looked up."""
-        self._keep((namespace, manifest.id), _Holding(held_chunks(manifest, records), time.monotonic()))
+        self._keep((namespace, manifest.id), _Holding(manifest.stored_chunks(records), time.monotonic()))
 
     def _holding(self, namespace: str, artifact_id: str) -> _Holding:
         name = (namespace, artifact_id)
@@ -232,7 +227,7 @@ class Holdings:
             raise
         if holding is None:
             manifest = read_manifest(self._store, artifact_id)
-            holding = _Holding(held_chunks(manifest, read_records(self._store, manifest, namespace)), 0.0)
+            holding = _Holding(manifest.stored_chunks(read_records(self._store, manifest, namespace)), 0.0)
         holding.checked_at = time.monotonic()
         self._keep(name, holding)
         return holding
@@ -257,7 +252,7 @@ def check_artifact(store: Store, artifact_id: str, namespace: str, workers: int)
             records.append(read_record(store, namespace, key, digest))
         except Corrupt:
             corrupt.append(digest)
-    held = held_chunks(manifest, records)
+    held = manifest.stored_chunks(records)
     local = threading.local()
 
     def damaged(item: tuple[str, ChunkSpec]) -> str | None:

@@ -44,7 +44,6 @@ from repo_service.services.documents import (
 )
 from repo_service.services.opening import open_local
 from repo_service.services.places import CODEC_VARIABLE
-from repo_service.services.read import held_chunks
 from tests.fault.suite import Fault
 
 KINDS = ("chunks", "blocks", "artifacts", "entries", "tags", "divergences")
@@ -64,7 +63,7 @@ def made(number: int, tokens: int = 60, prefix: int = 0, family: int = 0, seed: 
 def read_whole(repository: Repository, artifact_id: str, expected: Mapping[str, bytes] | None = None) -> None:
     """Read all of an artifact, verified; its chunks must be the ``expected`` ones."""
     manifest = repository.manifest(artifact_id, DEFAULT_NAMESPACE)
-    held = held_chunks(manifest, repository.records(manifest, DEFAULT_NAMESPACE))
+    held = manifest.stored_chunks(repository.records(manifest, DEFAULT_NAMESPACE))
     assert expected is None or set(held) == set(expected), f"{artifact_id} holds other chunks than were pushed"
     for digest, spec in held.items():
         out = bytearray(spec.size)
@@ -141,7 +140,7 @@ class Opened:
             records = self.repository.records(manifest, DEFAULT_NAMESPACE)
             keys |= {entry_key(DEFAULT_NAMESPACE, artifact_id), manifest_key(artifact_id)}
             keys |= {block_record_key(DEFAULT_NAMESPACE, record.key) for record in records}
-            keys |= {chunk_key(digest) for digest in held_chunks(manifest, records)}
+            keys |= {chunk_key(digest) for digest in manifest.stored_chunks(records)}
         return keys
 
     def expire_pushes(self) -> None:
@@ -232,7 +231,7 @@ class Damage:
         self._users[manifest_key(artifact_id)] = Stored(artifact_id, f"{place}/manifest")
         for record in records:
             self._users[block_record_key(DEFAULT_NAMESPACE, record.key)] = Stored(artifact_id, f"{place}/blocks")
-        for digest in held_chunks(manifest, records):
+        for digest in manifest.stored_chunks(records):
             self._users[chunk_key(digest)] = Stored(artifact_id, f"{place}/chunks/{digest}")
 
     def inflict(self, generator: random.Random, *, kind: str, cut: bool, through_service: bool) -> None:
@@ -270,7 +269,7 @@ class Damage:
                 repository.records(manifest, DEFAULT_NAMESPACE)
             else:
                 digest = "blake3:" + "".join(name.split("/")[1:])
-                spec = held_chunks(manifest, repository.records(manifest, DEFAULT_NAMESPACE))[digest]
+                spec = manifest.stored_chunks(repository.records(manifest, DEFAULT_NAMESPACE))[digest]
                 out = memoryview(bytearray(spec.size))
                 repository.read_chunk(manifest.id, DEFAULT_NAMESPACE, digest, spec, out)
         except Corrupt:

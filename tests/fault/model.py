@@ -24,7 +24,6 @@ from repo_service.client.http import HttpPush, HttpRepository
 from repo_service.domain.errors import ArtifactNotFound, ChunksMissing, KvgraftError, PushNotFound, TagNotFound
 from repo_service.domain.repository import Push, Repository
 from repo_service.domain.views import ArtifactQuery
-from repo_service.services.read import held_chunks
 from repo_service.services.repository import LocalRepository
 from tests.fault.suite import Fault
 
@@ -116,7 +115,7 @@ class _Machine(RuleBasedStateMachine):
         held = {
             digest
             for manifest, records, _ in self._of(running.namespace).values()
-            for digest in held_chunks(manifest, records)
+            for digest in manifest.stored_chunks(records)
         }
         assert not held & set(missing), "a chunk of an artifact is said to be missing"
         unsent = {digest for digest in running.made[2] if (running.namespace, digest) not in self.sent}
@@ -271,7 +270,7 @@ class _Machine(RuleBasedStateMachine):
             }
             stats = self.repository.stats(namespace)
             chunks = {
-                d: s.size for manifest, records, _ in own.values() for d, s in held_chunks(manifest, records).items()
+                d: s.size for manifest, records, _ in own.values() for d, s in manifest.stored_chunks(records).items()
             }
             blocks = {record.key for _, records, _ in own.values() for record in records}
             pushes = sum(running.namespace == namespace for running in self.running)
@@ -285,7 +284,7 @@ class _Machine(RuleBasedStateMachine):
         assert self.repository.manifest(name, namespace).data == manifest.data
         assert self.repository.records(manifest, namespace) == records
         # One chunk and then the next, so that in the end all were read.
-        held = list(held_chunks(manifest, records).items())
+        held = list(manifest.stored_chunks(records).items())
         digest, spec = held[type(self).steps % len(held)]
         out = bytearray(spec.size)
         self.repository.read_chunk(name, namespace, digest, spec, memoryview(out))

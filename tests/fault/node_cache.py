@@ -21,7 +21,6 @@ from repo_service.client import NodeCache, cache, open_repository, shared_count
 from repo_service.domain.layout import ChunkSpec
 from repo_service.domain.names import DEFAULT_NAMESPACE
 from repo_service.domain.repository import Repository
-from repo_service.services.read import held_chunks
 from tests.fault.damage import flipped, made
 from tests.fault.kills import Calling, Calls, Point, choose
 from tests.fault.suite import Fault
@@ -140,7 +139,7 @@ def judge(directory: Path, where: str) -> None:
 def flip(directory: Path, generator: random.Random, repository: Repository, damages: int) -> dict[str, int]:
     """Damage a file of the cache, and read it through a repository, again and again."""
     manifest = made(1)[0]
-    held = held_chunks(manifest, repository.records(manifest, DEFAULT_NAMESPACE))
+    held = manifest.stored_chunks(repository.records(manifest, DEFAULT_NAMESPACE))
     contents = made(1)[2]
     for digest in held:
         _read(repository, manifest.id, digest, held, contents)
