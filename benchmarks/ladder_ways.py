@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.haystack import Haystack
@@ -178,12 +179,18 @@ class Joint:
     """One context of all tokens, of which the question selects what it sees.
 
     A haystack that begins as the one before it is read on from there.
+
+    Attributes
+    ----------
+    chunk_seconds
+        What each chunk of the last haystack took, of those that were read for it.
     """
 
     def __init__(self, session: JointSession) -> None:
         self._session = session
         self._run = session.new_run()
         self._marks = [self._run.mark()]
+        self.chunk_seconds: list[float] = []
 
     def ask(self, hay: Haystack, needles: dict[int, Needle]) -> Iterator[Reading]:
         self._read(hay.tokens)
@@ -205,18 +212,20 @@ class Joint:
         while self._marks[-1].tokens > shared:
             self._marks.pop()
         run.rewind(self._marks[-1])
-        began = time.perf_counter()
+        times = [time.perf_counter()]
 
         def mark(_: str, done: int, total: int) -> None:
+            times.append(time.perf_counter())
             if done % _MARKED_TOKENS == 0:
                 self._marks.append(run.mark())
             if done % (16 * _MARKED_TOKENS) == 0:
-                rate = (done - start) / (time.perf_counter() - began)
+                rate = (done - start) / (times[-1] - times[0])
                 print(f"joint: {done:,} of {total:,} tokens, {rate:.0f} a second", file=sys.stderr, flush=True)
 
         start = len(run.tokens)
         if start < len(tokens):
             self._session.extend(run, tokens[start:], progress=mark)
+        self.chunk_seconds = [after - before for before, after in pairwise(times)]
 
     def _answered(self, places: list[range], needle: Needle) -> Reading:
         session, settings, run = self._session, self._session.settings, self._run
