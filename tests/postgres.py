@@ -7,12 +7,13 @@ import functools
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,21 @@ class Server:
     def stop(self, how: str = "fast") -> None:
         """Stop it; ``immediate`` is as good as kill -9."""
         self._control("-m", how, "stop")
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Inside the block its processes do not run, and the machine goes on answering for its connections."""
+        main = int((self._data / "postmaster.pid").read_text().split()[0])
+        children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+        processes = [main, *map(int, children)]
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGCONT)
 
     def end(self) -> None:
         """Stop it and remove its files; harmless if it has ended."""

@@ -162,8 +162,10 @@ def test_an_index_goes_on_when_its_server_comes_back(server: postgres.Server) ->
         kept = publish(index, entry(range(20)))
         server.stop()
         for call in (lambda: index.artifact("default", kept.id), lambda: index.set_tag("default", "t", kept.id, EPOCH)):
+            began = time.monotonic()
             with pytest.raises(Unavailable):
                 call()
+            assert time.monotonic() - began < 2
         server.start()
         assert index.artifact("default", kept.id) == kept
         index.set_tag("default", "t", kept.id, EPOCH)
@@ -187,6 +189,20 @@ def test_whoever_waits_for_a_server_that_does_not_answer_is_told_soon() -> None:
             assert set(threads.map(write, range(10))) == {"unavailable"}
         assert time.monotonic() - began < 10
         database.close()
+
+
+def test_a_server_that_stands_still_is_missed_within_seconds(server: postgres.Server) -> None:
+    """Neither its own limits nor TCP's end a call that it never answers: its machine acknowledges what was sent."""
+    with Index.open(server.url) as index:
+        kept = publish(index, entry(range(20)))
+        with server.standing_still():
+            for call in (lambda: index.artifact("default", kept.id), lambda: begin(index)):
+                began = time.monotonic()
+                with pytest.raises(Unavailable):
+                    call()
+                assert time.monotonic() - began < 10
+        assert index.artifact("default", kept.id) == kept
+        begin(index)
 
 
 def test_what_was_committed_durably_outlives_a_killed_server(server: postgres.Server) -> None:

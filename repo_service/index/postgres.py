@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from zlib import crc32
 
 from sqlalchemy import URL, Connection, Engine, QueuePool, create_engine, event, make_url, text
@@ -67,6 +68,9 @@ class PostgresDatabase(Database):
                 f"SET LOCAL synchronous_commit = {'on' if mode == 'durable' else 'off'}",
                 f"SELECT pg_advisory_xact_lock({_WRITER})",
             ]
+        # The server's own limits come first, where it still goes by them.
+        longest = STATEMENT_SECONDS if mode == "read" else 10 * STATEMENT_SECONDS
+        _limit(connection.connection.driver_connection, longest + REACH_SECONDS)
         connection.exec_driver_sql("; ".join(statements))
 
     @contextmanager
@@ -120,8 +124,21 @@ def _engine(url: URL, connections: int) -> Engine:
         )
     except ModuleNotFoundError:
         raise InvalidInput("an index in PostgreSQL needs the driver psycopg: pip install 'kvgraft[postgres]'") from None
+
+    def connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> Any:
+        from repo_service.index.postgres_wait import BoundedConnection
+
+        return BoundedConnection.connect(*arguments, **named)
+
+    event.listen(engine, "do_connect", connect)
     event.listen(engine, "connect", _configure)
+    # What comes back to the pool is rolled back, and asked whether it is alive before it is handed out again.
+    event.listen(engine, "reset", lambda given, *_: _limit(given, REACH_SECONDS))
     return engine
+
+
+def _limit(connection: Any, seconds: float) -> None:
+    connection.limit_s = seconds
 
 
 def _configure(connection: object, _record: object) -> None:
