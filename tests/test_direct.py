@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 import urllib3
 from faulty import Faults, faulty
-from places import Place, place_of
+from places import FULL, Place, place_of
 from servers import S3Server
 from synthetic import artifact
 from test_api import NO_DIGEST, Made, Service, error_of, serving
@@ -26,7 +26,7 @@ from repo_service.client import direct
 from repo_service.client.http import HttpRepository
 from repo_service.domain.access import Scope
 from repo_service.domain.errors import ArtifactNotFound, ChunkCorrupt, ChunkNotFound, DigestMismatch, SizeMismatch
-from repo_service.domain.frame import MAGIC
+from repo_service.domain.frame import CODECS, MAGIC
 from repo_service.domain.repository import Push, Repository
 from repo_service.services.documents import chunk_key
 
@@ -35,10 +35,17 @@ MADE = artifact(TOKENS, seed=3)
 OTHER = artifact(range(20), seed=4)
 
 
-@pytest.fixture(scope="module", params=["none", "blosc-lz4-bitshuffle"])
+# All kinds of place that have URLs of objects; the full matrix takes both indexes.
+PLACES = [(codec, kind) for codec in CODECS for kind in ("s3-sqlite", "s3-postgres")[: 2 if FULL else 1]]
+
+
+@pytest.fixture(scope="module", params=PLACES, ids="-".join)
 def place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Place]:
-    codec = mock.patch.dict(os.environ, {"KVGRAFT_CODEC": request.param})
-    with codec, place_of("s3-sqlite", tmp_path_factory.mktemp("index"), request) as place:
+    codec, kind = request.param
+    with (
+        mock.patch.dict(os.environ, {"KVGRAFT_CODEC": codec}),
+        place_of(kind, tmp_path_factory.mktemp("index"), request) as place,
+    ):
         yield place
 
 

@@ -15,10 +15,12 @@ import families
 import pytest
 import torch
 from exactness import fresh_logits, sha256
+from places import WAYS, Place
+from serving import reached
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from engine_adapter import GraftSession, open_repository
+from engine_adapter import GraftSession
 from engine_adapter.demo_models import fetch
 from engine_adapter.engine import Engine
 from engine_adapter.paged import Paging
@@ -163,9 +165,9 @@ def test_i3_a_page_altered_on_the_host_ends_the_run() -> None:
 # Sessions
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with open_repository((tmp_path / "repository").as_uri()) as opened:
+@pytest.fixture(params=WAYS)
+def repository(request: pytest.FixtureRequest, root: Place) -> Iterator[Repository]:
+    with reached(request.param, root.as_uri()) as opened:
         yield opened
 
 
@@ -191,6 +193,7 @@ def continued(session: GraftSession, ref: str) -> list[str]:
     return [sha256(run.logits), *(sha256(session.call(run, [token], DECODE)) for token in TOKENS[PROMPT:])]
 
 
+@pytest.mark.everywhere
 def test_i1_artifacts_pass_between_resident_and_paged_runs(session_on: Opens, tmp_path: Path) -> None:
     model = build("gemma3", torch.bfloat16)
     expected = resident_digests("gemma3", torch.bfloat16)[-DECODED - 1 :]
@@ -215,6 +218,7 @@ def test_i1_artifacts_pass_between_resident_and_paged_runs(session_on: Opens, tm
     assert paged.verify("resident", samples=4).exact
 
 
+@pytest.mark.everywhere
 def test_i1_what_another_attention_made_is_refused_by_name(session_on: Opens) -> None:
     model = families.build("llama", torch.float32, "sdpa")
     session = session_on(model)

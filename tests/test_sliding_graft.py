@@ -12,7 +12,8 @@ import families
 import pytest
 import torch
 from exactness import fresh_logits, sha256
-from places import Place
+from places import WAYS, Place
+from serving import reached
 from shelves import BLOCK, library_in, read, write_documents
 from test_api import serving
 
@@ -40,9 +41,9 @@ def session(repository: Repository) -> Iterator[GraftSession]:
         yield opened
 
 
-@pytest.fixture
-def repository(root: Place) -> Iterator[Repository]:
-    with open_repository(root.as_uri()) as opened:
+@pytest.fixture(params=WAYS)
+def repository(request: pytest.FixtureRequest, root: Place) -> Iterator[Repository]:
+    with reached(request.param, root.as_uri()) as opened:
         yield opened
 
 
