@@ -229,9 +229,8 @@ class Joint:
 
     def _answered(self, places: list[range], needle: Needle) -> Reading:
         session, settings, run = self._session, self._session.settings, self._run
-        assert session.tokenizer is not None
         began = time.perf_counter()
-        session.extend(run, session.tokenizer.encode(needle.question, add_special_tokens=False))
+        session.extend(run, needle.question)
         selected = run.cache.view.selected
         near = settings.near(len(run.tokens))
         text = session.generate(run, needle.tokens).text or ""
@@ -255,9 +254,8 @@ def _indexed(index: PassageIndex, hay: Haystack, room: int) -> dict[str, Haystac
 
 def _answered(session: GraftSession, run: Run, needle: Needle) -> tuple[Reading, list[str]]:
     """An answer behind what a run holds, and the digests of its logits."""
-    assert session.tokenizer is not None
     began = time.perf_counter()
-    session.extend(run, session.tokenizer.encode(needle.question, add_special_tokens=False))
+    session.extend(run, needle.question)
     made = session.generate(run, needle.tokens)
     seconds = time.perf_counter() - began
     layers: Sequence[Any] = run.cache.layers

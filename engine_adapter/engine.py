@@ -53,25 +53,30 @@ class Engine:
         self.window: int | None = getattr(config, "max_position_embeddings", None)
         self.vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
 
-    def encode(self, tokens_or_text: Tokens | str) -> list[int]:
+    def encode(self, tokens_or_text: Tokens | str, *, begins: bool = True) -> list[int]:
         """Token ids, checked against the vocabulary and the native window.
+
+        Parameters
+        ----------
+        begins
+            Whether a text begins a context, so that the tokenizer's special tokens go around it.
 
         Raises
         ------
         InvalidTokens, ContextTooLong
         """
-        tokens = self._ids(tokens_or_text)
+        tokens = self._ids(tokens_or_text, begins)
         if not tokens:
             raise InvalidTokens("the prompt is empty: at least one token is needed")
         self._require_room(len(tokens))
         return tokens
 
-    def _ids(self, tokens_or_text: Tokens | str) -> list[int]:
+    def _ids(self, tokens_or_text: Tokens | str, begins: bool) -> list[int]:
         """Token ids, checked against the vocabulary."""
         if isinstance(tokens_or_text, str):
             if self.tokenizer is None:
                 raise InvalidTokens("a text was given to a session without a tokenizer: give token ids")
-            tokens = list(self.tokenizer.encode(tokens_or_text))
+            tokens = list(self.tokenizer.encode(tokens_or_text, add_special_tokens=begins))
         else:
             tokens = token_list(tokens_or_text)
         for token in tokens:
@@ -94,8 +99,11 @@ class Engine:
         return run
 
     def extend(self, run: Run, tokens: Tokens | str, *, progress: Progress | None = None) -> Run:
-        """Compute more prompt tokens after a run's last, in canonical steps. Returns the run."""
-        ids = self._ids(tokens)
+        """Compute more prompt tokens after a run's last, in canonical steps. Returns the run.
+
+        A text gets the tokenizer's special tokens only where the run has no tokens yet.
+        """
+        ids = self._ids(tokens, not run.tokens)
         start, stop = len(run.tokens), len(run.tokens) + len(ids)
         self._require_room(stop)
         run.cache.reserve(stop)

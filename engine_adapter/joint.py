@@ -224,8 +224,11 @@ class JointSession:
         return self.extend(self.new_run(), tokens, progress=progress)
 
     def extend(self, run: JointRun, tokens: Tokens | str, *, progress: Progress | None = None) -> JointRun:
-        """Compute more tokens after a run's last, chunk by chunk. Returns the run."""
-        ids = self._engine.encode(tokens)
+        """Compute more tokens after a run's last, chunk by chunk. Returns the run.
+
+        A text gets the tokenizer's special tokens only where the run has no tokens yet.
+        """
+        ids = self._engine.encode(tokens, begins=not run.tokens)
         begin, size = len(run.tokens), self.settings.chunk
         run.cache.view.selected = None
         for start in range(0, len(ids), size):

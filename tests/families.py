@@ -10,7 +10,7 @@ from itertools import islice, product
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -230,8 +230,11 @@ def build(name: str, dtype: torch.dtype, attn_implementation: str, seed: int = 0
     return model
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of 512 tokens; decoding gives any encoded text back."""
+def tiny_tokenizer(*, begins: bool = False) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of 512 tokens; decoding gives any encoded text back.
+
+    With ``begins`` it puts a token before each text, as Gemma's does.
+    """
     special = ["<pad>", "<bos>", "<eos>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     space_and_common_letters = "Ġetaoinshrdlucmf"
@@ -241,6 +244,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    if begins:
+        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<pad>",

@@ -92,6 +92,13 @@ def test_the_pool_changes_no_bit(llama: PreTrainedModel, session: JointSession, 
         assert torch.equal(result.run.logits, expected.run.logits)
 
 
+def test_a_text_behind_others_gets_no_beginning_of_its_own(llama: PreTrainedModel) -> None:
+    with JointSession(llama, families.tiny_tokenizer(begins=True), SETTINGS) as session:
+        run = session.extend(session.prefill("to be or not"), " to be")
+        assert run.tokens[0] == 1
+        assert run.tokens.count(1) == 1
+
+
 def test_pages_in_a_file_change_no_bit(llama: PreTrainedModel, session: JointSession, tmp_path: Path) -> None:
     with JointSession(llama, None, SETTINGS, directory=tmp_path) as other:
         assert torch.equal(other.prefill(TOKENS).logits, session.prefill(TOKENS).logits)

@@ -225,6 +225,19 @@ def test_an_artifact_that_fills_the_window_is_verified_and_its_end_has_logits(re
         assert len(session.generate(run, max_new_tokens=10).tokens) == 1
 
 
+def test_a_text_behind_others_gets_no_beginning_of_its_own(repository: Repository) -> None:
+    """The tokenizer's first token in the middle of a context is another context."""
+    with session_of(repository, tokenizer=families.tiny_tokenizer(begins=True)) as session:
+        run = session.prefill(TEXT[:50])
+        session.extend(run, TEXT[50:60])
+        assert run.tokens[0] == 1
+        assert run.tokens.count(1) == 1
+        assert session.tokenizer.decode(run.tokens, skip_special_tokens=True) == TEXT[:60]
+        assert (
+            session.extend(session.new_run(), TEXT[:50]).tokens == run.tokens[: -len(session.encode(TEXT[50:60])) + 1]
+        )
+
+
 def test_a_text_is_found_by_its_words_only_where_it_was_given(repository: Repository) -> None:
     from repo_service.domain.views import ArtifactQuery
 
