@@ -45,6 +45,10 @@ class Prompt:
         """Token ids of an artifact: its text, and what opens it."""
         return self._ids(self.opening + text, begins=True)
 
+    def more(self, text: str) -> list[int]:
+        """Token ids of what goes on with a document."""
+        return self._ids(text, begins=False)
+
     def after_document(self, question: str) -> list[int]:
         """Token ids of a question that follows a document."""
         return self._ids(f"\n\n{self._asked(question)}{self.ending}", begins=False)

@@ -59,6 +59,7 @@ COMMANDS = [
     "library add",
     "library list",
     "ask",
+    "joint",
 ]
 ESCAPE = "\x1b[31m"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine_adapter.cli import library, state
+from engine_adapter.cli import joint, library, state
 
 if TYPE_CHECKING:
     import typer
@@ -14,3 +14,4 @@ def register(app: typer.Typer) -> None:
     """Add the commands to ``kvgraft``."""
     state.register(app)
     library.register(app)
+    joint.register(app)

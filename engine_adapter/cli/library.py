@@ -42,6 +42,8 @@ Window = Annotated[
     int | None,
     typer.Option("--window", min=2, help="Use so many tokens at a time, instead of the model's native window."),
 ]
+MaxFileMib = Annotated[int, typer.Option("--max-file-mib", min=1, help="Skip files that are larger.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +65,7 @@ def add(
         int, typer.Option("--reserve", min=1, help="Tokens of the window to leave to a question and its answer.")
     ] = 512,
     window: Window = None,
-    max_file_mib: Annotated[int, typer.Option("--max-file-mib", min=1, help="Skip files that are larger.")] = 16,
+    max_file_mib: MaxFileMib = 16,
     stage_tokens: Annotated[
         int,
         typer.Option("--stage-tokens", min=1, help="After an interruption at most so many tokens are computed again."),
@@ -83,11 +85,7 @@ def add(
     What it holds already is not computed again, what was changed or removed there is replaced, and an
     interrupted command goes on where it stopped.
     """
-    require_engine()
-    _require_readers()
-    from engine_adapter.documents import read_documents
-
-    read = read_documents(paths, max_file_mib * 2**20)
+    read = read_paths(paths, max_file_mib)
     with (
         open_named(repo, token, create=True) as repository,
         engine_session(repository, namespace, model, dtype, attention, device, block_tokens) as session,
@@ -163,7 +161,7 @@ def ask(
             help="Below this confidence, from 0 to 1, the model answers without the library.",
         ),
     ] = 0.5,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer.")] = 64,
+    max_new_tokens: MaxNewTokens = 64,
     window: Window = None,
     block_tokens: BlockTokens = 256,
     dtype: DtypeOption = Dtype.AUTO,
@@ -197,6 +195,35 @@ def ask(
         _print_answer(answer, show_route)
 
 
+def read_paths(paths: list[str], max_file_mib: int) -> Documents:
+    """Read what lies under paths.
+
+    Raises
+    ------
+    CommandFailed
+        If the engine or the readers are not installed.
+    PathNotFound
+    """
+    require_engine()
+    for name in ("charset_normalizer", "pathspec", "pypdf"):
+        if find_spec(name) is None:
+            raise errors.CommandFailed(
+                "readers_missing",
+                f"this command needs readers of documents, and {name} is not installed: "
+                "pip install 'kvgraft[engine,library]'",
+                errors.MISSING,
+            )
+    from engine_adapter.documents import read_documents
+
+    return read_documents(paths, max_file_mib * 2**20)
+
+
+def note_skipped(read: Documents) -> None:
+    """Say on standard error which files were left out, and why."""
+    for item in read.skipped:
+        output.note(f"skipped {output.printable(item.source)}: {item.reason}")
+
+
 def _added_json(read: Documents, added: Added) -> dict[str, Any]:
     return {
         "made": [info.model_dump(mode="json") for info in added.made],
@@ -211,8 +238,7 @@ def _added_json(read: Documents, added: Added) -> dict[str, Any]:
 
 
 def _print_added(read: Documents, added: Added) -> None:
-    for item in read.skipped:
-        output.note(f"skipped {output.printable(item.source)}: {item.reason}")
+    note_skipped(read)
     facts = [
         ("documents", f"{len(read.documents):,}"),
         ("skipped", f"{len(read.skipped):,}, and {read.hidden:,} hidden or ignored"),
@@ -247,11 +273,7 @@ def _answer_json(answer: Answer, router: RouterName) -> dict[str, Any]:
 
 
 def _print_answer(answer: Answer, show_route: bool) -> None:
-    print(
-        output.printable(answer.text)
-        if "\n" not in answer.text
-        else "\n".join(map(output.printable, answer.text.splitlines()))
-    )
+    output.print_text(answer.text)
     print()
     source = answer.source
     if source is None:
@@ -275,14 +297,3 @@ def _print_answer(answer: Answer, show_route: bool) -> None:
             (output.short(r.artifact_id), f"{r.score:.3f}", f"{r.start:,} to {r.stop:,}") for r in answer.routing.routes
         ]
         output.print_table(("route", "score", "passage"), rows)
-
-
-def _require_readers() -> None:
-    for name in ("charset_normalizer", "pathspec", "pypdf"):
-        if find_spec(name) is None:
-            raise errors.CommandFailed(
-                "readers_missing",
-                f"this command needs readers of documents, and {name} is not installed: "
-                "pip install 'kvgraft[engine,library]'",
-                errors.MISSING,
-            )

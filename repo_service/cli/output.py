@@ -49,6 +49,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
+def print_text(text: str) -> None:
+    """Print a text of several lines, each made printable."""
+    for line in text.splitlines() or [""]:
+        print(printable(line))
+
+
 def size(count: int) -> str:
     """Bytes for people: ``1.5 MiB``."""
     value, unit = float(count), 0
