@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from places import Place
 from sqlalchemy import Connection
 
+from repo_service.domain.digest import chunk_digest
 from repo_service.domain.manifest import Manifest
 from repo_service.domain.record import BlockRecord
 from repo_service.domain.repository import Push, Repository
@@ -26,6 +27,18 @@ def push(repository: Repository, artifact: Artifact, namespace: str = "default")
         for digest in sent:
             running.put(digest, contents[digest])
         return running.commit(manifest), sent
+
+
+def contents_of(repository: Repository, ref: str, namespace: str = "default") -> dict[str, bytes]:
+    """Every chunk of an artifact, by digest, as it reads."""
+    manifest = repository.manifest(ref, namespace)
+    found = {}
+    for digest, spec in manifest.stored_chunks(repository.records(manifest, namespace)).items():
+        out = bytearray(spec.size)
+        repository.read_chunk(manifest.id, namespace, digest, spec, memoryview(out))
+        assert chunk_digest(out, spec.dtype, spec.shape) == digest
+        found[digest] = bytes(out)
+    return found
 
 
 def offer(running: Push, manifest: Manifest, records: Sequence[BlockRecord]) -> list[str]:

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 from places import Place
-from pushing import expire_pushes, expiring_once
+from pushing import contents_of, expire_pushes, expiring_once
 from synthetic import artifact, fingerprint
 from test_api import serving
 
 from repo_service.client import open_repository
 from repo_service.client.transfer import copy_artifact
-from repo_service.domain.digest import chunk_digest
 from repo_service.domain.errors import (
     ArtifactNotFound,
     ChunkCorrupt,
@@ -52,18 +51,6 @@ def publish(repository: Repository, tokens: Sequence[int], tag: str | None = Non
     return manifest.id
 
 
-def contents(repository: Repository, ref: str) -> dict[str, bytes]:
-    """Every chunk of an artifact, by digest, as it reads."""
-    manifest = repository.manifest(ref, NS)
-    found = {}
-    for digest, spec in manifest.stored_chunks(repository.records(manifest, NS)).items():
-        out = bytearray(spec.size)
-        repository.read_chunk(manifest.id, NS, digest, spec, memoryview(out))
-        assert chunk_digest(out, spec.dtype, spec.shape) == digest
-        found[digest] = bytes(out)
-    return found
-
-
 def alter(root: Place, digest: str) -> None:
     """Flip one bit of a stored chunk."""
     path = root / chunk_key(digest)
@@ -83,7 +70,7 @@ def test_zarr_3682_a_parallel_copy_has_every_chunk_and_the_same_id(tmp_path: Pat
             assert report.artifact.id == artifact_id
             assert report.artifact.tags == ["handbook"]
             assert report.bytes_sent == report.bytes_total == report.artifact.total_bytes
-            assert contents(destination, artifact_id) == contents(source, artifact_id)
+            assert contents_of(destination, artifact_id) == contents_of(source, artifact_id)
             again = copy_artifact(source, destination, artifact_id[:20], NS, NS)
             assert (again.chunks_sent, again.bytes_sent, again.bytes_total) == (0, 0, report.bytes_total)
             assert again.artifact.model_copy(update={"last_used_at": None}) == report.artifact
@@ -94,8 +81,8 @@ def test_a_shared_prefix_is_not_sent_again(source: Repository, destination: Repo
     long = publish(source, range(100))
     copy_artifact(source, destination, short, NS, NS)
     report = copy_artifact(source, destination, long, NS, NS)
-    shared = contents(source, short).keys() & contents(source, long).keys()
-    assert report.chunks_sent == len(contents(source, long)) - len(shared)
+    shared = contents_of(source, short).keys() & contents_of(source, long).keys()
+    assert report.chunks_sent == len(contents_of(source, long)) - len(shared)
     assert len(shared) == 4 * 6
     assert destination.check(long, NS).ok
 
@@ -144,7 +131,7 @@ def test_a_push_that_expires_begins_again_by_itself_and_sends_nothing_twice(
     artifact_id = publish(source, range(90))
     ending = expiring_once(root, after)
     report = copy_artifact(source, repository, artifact_id, NS, NS, workers=1, progress=ending)
-    assert report.chunks_sent == len(contents(source, artifact_id)) == 37
+    assert report.chunks_sent == len(contents_of(source, artifact_id)) == 37
     assert report.bytes_sent == report.bytes_total
     assert repository.check(artifact_id, NS).ok
 
@@ -188,7 +175,7 @@ def test_after_kill_9_only_what_is_missing_is_sent(source: Repository, root: Pla
             report = copy_artifact(source, destination, artifact_id, NS, NS)
             assert report.bytes_sent == report.bytes_total - sent
             assert 0 < report.bytes_sent < report.bytes_total
-            assert contents(destination, artifact_id) == contents(source, artifact_id)
+            assert contents_of(destination, artifact_id) == contents_of(source, artifact_id)
 
 
 def test_an_interrupted_copy_ends_its_threads_and_goes_on_later(source: Repository, destination: Repository) -> None:
@@ -212,7 +199,7 @@ def test_huggingface_hub_3643_altered_bytes_of_the_right_length_are_named_and_no
     source: Repository, destination: Repository, tmp_path: Path
 ) -> None:
     artifact_id = publish(source, range(100))
-    altered = sorted(contents(source, artifact_id))[7]
+    altered = sorted(contents_of(source, artifact_id))[7]
     alter(tmp_path / "source", altered)
     with pytest.raises(ChunkCorrupt, match=altered):
         copy_artifact(source, destination, artifact_id, NS, NS)

@@ -8,14 +8,20 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import postgres
 from faulty import Faults, faulty
-from servers import s3_server
+from pushing import Artifact, contents_of, push
+from servers import S3Server, s3_server
+from synthetic import BLOCK_TOKENS, artifact
 
+from repo_service.client import open_repository
 from repo_service.domain.errors import Unavailable
+from repo_service.domain.repository import Repository
 from repo_service.storage import S3Store
 from tests.fault.suite import Fault
 
@@ -168,31 +174,81 @@ def s3_faults(
 
 
 def race(directory: Path, seed: int, *, rounds: int, writers: int) -> dict[str, Any]:  # noqa: ARG001
-    created = 0
-    with s3_server() as server, mock.patch.dict(os.environ, server.environment):
-        prefix = server.prefix()
-        stores = [S3Store(server.bucket, prefix) for _ in range(writers)]
-        with ThreadPoolExecutor(writers) as pool:
-            for number in range(rounds):
-                contents = [random.Random(f"{seed} {number} {name}").randbytes(10_000) for name in range(writers)]
-                barrier = threading.Barrier(writers)
+    """Writers that push one artifact at once, each with a connection of its own; and that create one key at once."""
+    with s3_server() as server, mock.patch.dict(os.environ, server.environment), ThreadPoolExecutor(writers) as pool:
+        pushes = _race_of_pushes(server, pool, seed, rounds, writers)
+        return {
+            "rounds": rounds,
+            "writers": writers,
+            **pushes,
+            **_race_of_contents(server, pool, seed, rounds, writers),
+        }
 
-                def write(
-                    name: int, number: int = number, barrier: threading.Barrier = barrier, contents: Any = contents
-                ) -> tuple[bool, bytes | None]:
-                    barrier.wait(60)
-                    won = stores[name].put_if_absent(f"race/{number}", contents[name])
-                    return won, stores[name].get(f"race/{number}")
 
-                answers = list(pool.map(write, range(writers)))
-                winners = [name for name, (won, _) in enumerate(answers) if won]
-                assert len(winners) == 1, f"round {number}: {len(winners)} of {writers} created one object"
-                assert {data for _, data in answers} == {contents[winners[0]]}, f"round {number}: other bytes were read"
-                created += 1
+def _race_of_pushes(server: S3Server, pool: ThreadPoolExecutor, seed: int, rounds: int, writers: int) -> dict[str, int]:
+    """Every writer's push succeeds; of each chunk there is one object, which is the right one."""
+    place = server.prefix()
+    url, index = f"s3://{server.bucket}/{place}", postgres.empty_index()
+    counts, digests = Counter({"successes": 0, "sent": 0}), set[str]()
+    with ExitStack() as stack:
+        open_repository(url, index=index).close()
+        crowd = [stack.enter_context(open_repository(url, index=index)) for _ in range(writers)]
+        for number in range(rounds):
+            made = artifact([number] * BLOCK_TOKENS, seed=seed)
+            manifest, _, contents = made
+            barrier = threading.Barrier(writers)
+
+            def write(repository: Repository, barrier: threading.Barrier = barrier, made: Artifact = made) -> list[str]:
+                barrier.wait(60)
+                info, sent = push(repository, made)
+                assert info.id == made[0].id, f"{info.id} was published in the place of {made[0].id}"
+                return sent
+
+            for sent in pool.map(write, crowd):
+                counts["successes"] += 1
+                counts["sent"] += len(sent)
+            digests.update(contents)
+            assert crowd[number % writers].check(manifest.id, "default").ok, f"round {number}: something is missing"
+            read = contents_of(crowd[(number + 1) % writers], manifest.id)
+            assert read == contents, f"round {number}: other bytes were read"
+        pages = server.client().get_paginator("list_objects_v2").paginate(Bucket=server.bucket, Prefix=f"{place}/")
+        keys = [item["Key"].removeprefix(f"{place}/") for page in pages for item in page.get("Contents", [])]
+    objects = Counter(key.partition("/")[0] for key in keys)
+    named = [digest for key in keys for digest in digests if key.replace("/", "").endswith(digest.partition(":")[2])]
+    figures = {**counts, "digests": len(digests), "objects": objects["chunks"], "manifests": objects["artifacts"]}
+    assert counts["successes"] == rounds * writers, figures
+    assert sorted(named) == sorted(digests), f"not one object of each digest: {figures}"
+    assert objects["chunks"] == len(digests), figures
+    assert objects["artifacts"] == objects["blocks"] == rounds, figures
+    assert counts["sent"] > len(digests), f"no two writers sent one chunk, so nothing raced: {figures}"
+    return figures
+
+
+def _race_of_contents(server: S3Server, pool: ThreadPoolExecutor, seed: int, rounds: int, writers: int) -> Any:
+    """Of writers that create one key with contents of their own, one is told that it did, and all read what it wrote."""
+    prefix, counts = server.prefix(), Counter({"created": 0, "told_it_is_there": 0})
+    with ExitStack() as stack:
+        stores = [stack.enter_context(closing(S3Store(server.bucket, prefix))) for _ in range(writers)]
+        for number in range(rounds):
+            contents = [random.Random(f"{seed} {number} {name}").randbytes(10_000) for name in range(writers)]
+            barrier = threading.Barrier(writers)
+
+            def write(
+                name: int, number: int = number, barrier: threading.Barrier = barrier, contents: Any = contents
+            ) -> tuple[bool, bytes | None]:
+                barrier.wait(60)
+                won = stores[name].put_if_absent(f"race/{number}", contents[name])
+                return won, stores[name].get(f"race/{number}")
+
+            answers = list(pool.map(write, range(writers)))
+            winners = [name for name, (won, _) in enumerate(answers) if won]
+            counts["created"] += len(winners)
+            counts["told_it_is_there"] += len(answers) - len(winners)
+            assert len(winners) == 1, f"round {number}: {len(winners)} of {writers} created one object"
+            assert {data for _, data in answers} == {contents[winners[0]]}, f"round {number}: other bytes were read"
         assert len(list(stores[0].list("race"))) == rounds
-        for store in stores:
-            store.close()
-    return {"rounds": rounds, "writers": writers, "objects": created, "successes": rounds * writers, "failures": 0}
+    assert counts == {"created": rounds, "told_it_is_there": rounds * (writers - 1)}, counts
+    return dict(counts)
 
 
 def _through(faults: Faults, environment: dict[str, str]) -> Any:
@@ -209,7 +265,7 @@ FAULTS = [
     ),
     Fault(
         "s3-race",
-        "8 writers create one key at once: one object, 8 successes",
+        "8 writers push one artifact at once: one object of each digest, 8 successes; of 8 contents of a key one stays",
         race,
         short={"rounds": 2, "writers": 8},
         full={"rounds": 100, "writers": 8},
