@@ -184,10 +184,15 @@ def three_machines(directory: Path, seed: int, *, tokens: int, cuts: int, kbit: 
     assert sorted(seen["trees"]) == ["A", "B", "C"], seen
     assert len({digest for digests in seen["trees"].values() for digest in digests}) == 1, seen
     assert seen["cuts"] >= cuts, seen
+    assert seen["in_transfer"] >= cuts // 4, seen
+    assert seen["lost"], f"no request had to be sent again: {seen}"
     assert not seen["tracebacks"], seen
     pulls = sum(len(digests) for digests in seen["trees"].values())
     return {
         "cuts": seen["cuts"],
+        "in_transfer": seen["in_transfer"],
+        "connections_broken": seen["connections"],
+        "requests_sent_again": len(seen["lost"]),
         "pulls": pulls,
         "mib": seen["mib"],
         "grafted_tokens": seen["grafted"],
