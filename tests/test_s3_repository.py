@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from pushing import offer, push
+from faulty import Faults
+from pushing import contents_of, offer, push
 from servers import READER, S3Server
-from serving import served
+from serving import reached, served
 from synthetic import artifact, fingerprint
 
 from repo_service.client import open_repository
+from repo_service.client.transfer import copy_artifact
 from repo_service.domain.errors import Conflict, InvalidInput, MalformedUrl, NotARepository, Unavailable
+from repo_service.domain.views import ArtifactQuery
 from repo_service.services.opening import open_local
 from repo_service.services.repository import LocalRepository
 from repo_service.storage import S3Store
@@ -251,3 +254,35 @@ def test_a_service_serves_a_bucket(url: str, index: str, monkeypatch: pytest.Mon
         assert (again, sent) == (info, [])
         repository.delete(info.id, "default")
         assert [key for kind in ("chunks", "entries", "artifacts") for key in beside._store.list(kind)] == []
+
+
+@pytest.mark.parametrize("how", ["embedded", "service"])
+def test_no_read_lists_the_bucket(
+    how: str, url: str, index: str, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing costs what the bucket holds, whatever is read."""
+    monkeypatch.setenv("KVGRAFT_INDEX", index)
+    with reached(how, url) as repository, open_repository(f"file://{tmp_path}/pulled") as pulled:
+        info, _ = push(repository, MADE)
+        repository.set_tag("default", "kept", info.id)
+        faults.requests.clear()
+        assert repository.artifact("kept", "default").id == info.id
+        assert contents_of(repository, info.id) == MADE[2]
+        found = repository.match("default", [record.key for record in MADE[1]])
+        assert found is not None
+        assert found.blocks == len(MADE[1])
+        assert [item.id for item in repository.query(ArtifactQuery(tag="kept")).items] == [info.id]
+        assert [tag.name for tag in repository.tags("default")] == ["kept"]
+        assert repository.stats("default").artifacts == 1
+        copy_artifact(repository, pulled, info.id, "default", "default")
+        assert contents_of(pulled, info.id) == MADE[2]
+        assert repository.check(info.id, "default").ok
+    asked = list(faults.requests)
+    assert sum(path.count("/chunks/") for _, path, _ in asked) >= 2 * len(MADE[2]), "it was read through here"
+    # Objects have a key below the bucket; what has none is asked of the bucket, as listings are.
+    listings = [ask for ask in asked if "list-type" in ask[1] or "/" not in ask[1].partition("?")[0].strip("/")]
+    assert listings == []
+    with open_repository(url) as again:
+        faults.requests.clear()
+        again.collect_garbage(grace_s=0)
+    assert any("list-type=2" in path for _, path, _ in faults.requests), "listings would have been seen"

@@ -166,6 +166,10 @@ def main() -> None:
         s3 = stack.enter_context(s3_server())
         served = stack.enter_context(team(directory, s3, 2, host=HUB, insecure_any_host=True))
         urls = [replica.url for replica in served.replicas]
+
+        def is_enough(cuts: Cuts) -> bool:
+            return cuts.made >= cuts_wanted and cuts.in_transfer >= cuts_wanted // 4 and lost.stat().st_size > 0
+
         with cutting(nodes, rng) as cuts:
             tokens = [rng.randrange(count) for _ in range(count)]
             deposited = a.run(*command_of(urls[0], model, "deposit", tokens)[1:])
@@ -174,7 +178,8 @@ def main() -> None:
             found = c.run(*_kvgraft("query", "--tag", "stored", "--json", "--repo", urls[0]))
             trees: dict[str, list[str]] = {}
             pulls = 0
-            while pulls < len(nodes) or cuts.made < cuts_wanted:
+            # In as many as it takes, but not for ever: a kernel may not break connections.
+            while pulls < len(nodes) or (pulls < 20 * len(nodes) and not is_enough(cuts)):
                 node = nodes[pulls % len(nodes)]
                 place = directory / f"pulled-{pulls}"
                 node.run(*_kvgraft("pull", artifact, "--from", urls[pulls % 2], "--to", f"file://{place}", "--json"))

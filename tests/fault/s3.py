@@ -173,16 +173,11 @@ def s3_faults(
     return figures
 
 
-def race(directory: Path, seed: int, *, rounds: int, writers: int) -> dict[str, Any]:  # noqa: ARG001
+def race(directory: Path, seed: int, *, rounds: int, writers: int, keys: int) -> dict[str, Any]:  # noqa: ARG001
     """Writers that push one artifact at once, each with a connection of its own; and that create one key at once."""
     with s3_server() as server, mock.patch.dict(os.environ, server.environment), ThreadPoolExecutor(writers) as pool:
         pushes = _race_of_pushes(server, pool, seed, rounds, writers)
-        return {
-            "rounds": rounds,
-            "writers": writers,
-            **pushes,
-            **_race_of_contents(server, pool, seed, rounds, writers),
-        }
+        return {"rounds": rounds, "writers": writers, **pushes, **_race_of_contents(server, pool, seed, keys, writers)}
 
 
 def _race_of_pushes(server: S3Server, pool: ThreadPoolExecutor, seed: int, rounds: int, writers: int) -> dict[str, int]:
@@ -267,7 +262,7 @@ FAULTS = [
         "s3-race",
         "8 writers push one artifact at once: one object of each digest, 8 successes; of 8 contents of a key one stays",
         race,
-        short={"rounds": 2, "writers": 8},
-        full={"rounds": 100, "writers": 8},
+        short={"rounds": 2, "writers": 8, "keys": 1},
+        full={"rounds": 100, "writers": 8, "keys": 25},
     ),
 ]
