@@ -17,9 +17,11 @@ SMALL = ("meta", "unsettled")
 # many others: an index is not cheaply skipped through where no namespace is given, as PostgreSQL does from version 18.
 _NAMESPACE = "CASE WHEN i % 20 = 0 THEN 'team-' || i % 2000 ELSE 'default' END"
 
-# Chunks of blocks come first, one for each; then those of artifacts' tokens, and last those that nothing refers to.
-_OWNED_CHUNKS = BLOCKS + ARTIFACTS
-_CHUNKS = _OWNED_CHUNKS + 500
+# Chunks of blocks come first, one for each, then those of artifacts' tokens, those that only pushes refer to, and
+# some that nothing does.
+_PUBLISHED = BLOCKS + ARTIFACTS
+_PUSHED = _PUBLISHED + 4 * PUSHES
+_CHUNKS = _PUSHED + 500
 
 
 def _rows(table: str, columns: str, values: str, count: int, more: str = "") -> str:
@@ -36,7 +38,7 @@ _FILL = [
         "chunks",
         "namespace, digest, dtype, shape, size, state",
         f"{_NAMESPACE}, {_digest('c')}, 'float16', '[8, 64]', 1024 + i % 512, "
-        f"CASE WHEN i > {_OWNED_CHUNKS} THEN 4 WHEN i % 20 = 7 THEN i % 3 ELSE 2 END",
+        f"CASE WHEN i > {_PUSHED} THEN 4 WHEN i > {_PUBLISHED} THEN i % 2 ELSE 2 END",
         _CHUNKS,
     ),
     _rows(
@@ -96,7 +98,7 @@ _FILL = [
     _rows(
         "push_chunks",
         "push_id, chunk_id, dtype, shape",
-        f"i, 1 + (7 * i + k) % {_OWNED_CHUNKS}, 'float16', '[8, 64]'",
+        f"i, CASE WHEN k > 4 THEN 1 + (7 * i + k) % {_PUBLISHED} ELSE {_PUBLISHED} + 4 * i - k + 1 END, 'float16', '[8, 64]'",
         PUSHES,
         "CROSS JOIN generate_series(1, 40) AS k",
     ),
