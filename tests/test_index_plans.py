@@ -18,6 +18,7 @@ from sqlalchemy import event
 from repo_service.domain.errors import QuotaExceeded
 from repo_service.domain.views import ArtifactQuery
 from repo_service.index import Index
+from repo_service.index.unsettled import ENTRY, TAG, Noted
 
 WHAT = entry(range(100), annotations={"a": "b"}, text="words")
 NEW = entry(range(90, 190))
@@ -106,6 +107,13 @@ CALLS: dict[str, Callable[[Index], object]] = {
     "end_push": lambda index: index.end_push(offered(index)),
     "unpublish": lambda index: index.unpublish("default", ARTIFACT),
     "divergences": lambda index: index.divergences("default"),
+    "delete_tag": lambda index: index.delete_tag("default", "latest"),
+    "expire_pushes": lambda index: index.expire_pushes(EPOCH),
+    "token": lambda index: index.token("none"),
+    "artifacts_after": lambda index: index.artifacts_after(0, 10),
+    "mark_damaged": lambda index: index.mark_damaged([first_chunk(WHAT)]),
+    "mark_whole": lambda index: index.mark_whole([first_chunk(WHAT)]),
+    "unindexed": lambda index: index.unindexed([Noted(ENTRY, "default", ARTIFACT), Noted(TAG, "default", "latest")]),
     "page": lambda index: index.query(ArtifactQuery()),
     "page of a tag": lambda index: index.query(ArtifactQuery(tag="latest")),
     "page of a block": lambda index: index.query(ArtifactQuery(block_key=keys(WHAT)[0])),

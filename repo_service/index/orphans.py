@@ -61,6 +61,6 @@ def unindexed(connection: Connection, documents: Sequence[Noted]) -> list[Noted]
         found = connection.scalars(_NOT_PUBLISHED, bound(list(ids)) | {"namespace": namespace})
         missing += [ids[digest] for digest in found]
         tags = {document.name: document for document in here if document.kind != ENTRY}
-        known = set(connection.scalars(select(Tag.name).where(Tag.namespace == namespace)))
+        known = set(connection.scalars(select(Tag.name).where(Tag.namespace == namespace, Tag.name.in_(list(tags)))))
         missing += [document for name, document in tags.items() if name not in known]
     return missing
