@@ -128,7 +128,7 @@ def fill(url: str) -> None:
             changes += _FILL
             changes += [f"ALTER TABLE {table} ADD CONSTRAINT {name} {what}" for table, name, what in references]
             for change in changes:
-                connection.execute(change)  # type: ignore[arg-type]
+                connection.execute(change)
         # Which also tells where an index alone can answer, as it does in a database that is a day old.
         connection.execute("VACUUM (ANALYZE)")
 

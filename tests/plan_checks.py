@@ -53,10 +53,10 @@ def _is_scan(step: dict[str, Any], paged: bool, whole: Mapping[str, float]) -> b
     kind = step["Node Type"]
     if kind == "Bitmap Index Scan":
         return "Index Cond" not in step
-    table = step.get("Relation Name")
+    table = str(step.get("Relation Name"))
     if table not in whole or kind == "ModifyTable":
         return False
-    dear = step["Total Cost"] > max(_LOOKUPS_COST, whole[table] / 4)
+    dear = float(step["Total Cost"]) > max(_LOOKUPS_COST, whole[table] / 4)
     if kind == "Bitmap Heap Scan":
         return dear
     if kind not in ("Index Scan", "Index Only Scan"):

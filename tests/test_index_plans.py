@@ -5,8 +5,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import large_index
 import postgres
@@ -144,7 +145,8 @@ def test_a_scan_is_told_from_a_lookup(tmp_path: Path, statement: str) -> None:
         assert sqlite_scans([step for *_, step in connection.execute(f"EXPLAIN QUERY PLAN {statement}")])
 
 
-class Planned(NamedTuple):
+@dataclass(frozen=True)
+class Planned:
     """A large index in PostgreSQL, which each call leaves as others may find it."""
 
     index: Index
