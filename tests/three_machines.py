@@ -121,13 +121,16 @@ class Cuts:
 def cutting(nodes: list[Node], rng: random.Random) -> Iterator[Cuts]:
     """Cut the link of the node that works, at random until the block ends; every second cut waits for a transfer.
 
+    Connections break in one of four cuts: were it more often, no chunk would pass between two of them, and a client
+    gives up after as many attempts as it has.
+
     A cut is one in a transfer if bytes moved just before it, and did again after it, in one command.
     """
     cuts = Cuts()
     stop = threading.Event()
 
     def cut() -> None:
-        while not stop.wait(rng.uniform(0.1, 1.0)):
+        while not stop.wait(rng.uniform(0.2, 2.0)):
             node = next((node for node in nodes if node.is_working), None)
             if node is None:
                 continue
@@ -135,7 +138,7 @@ def cutting(nodes: list[Node], rng: random.Random) -> Iterator[Cuts]:
             was_carrying = node.is_carrying(30.0 if cuts.made % 2 else 0.1)
             if not node.is_working:
                 continue
-            cuts.connections += node.cut(rng.uniform(0.1, 1.0), reset=rng.random() < 0.5)
+            cuts.connections += node.cut(rng.uniform(0.1, 1.0), reset=rng.random() < 0.25)
             cuts.made += 1
             cuts.in_transfer += was_carrying and node.runs == run and node.is_carrying(5.0)
 
@@ -173,6 +176,7 @@ def main() -> None:
         with cutting(nodes, rng) as cuts:
             tokens = [rng.randrange(count) for _ in range(count)]
             deposited = a.run(*command_of(urls[0], model, "deposit", tokens)[1:])
+            assert "artifact" in deposited, deposited
             artifact = deposited["artifact"]
             grafted = b.run(*command_of(urls[1], model, "graft", tokens)[1:])
             found = c.run(*_kvgraft("query", "--tag", "stored", "--json", "--repo", urls[0]))
