@@ -22,11 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 from places import Place
-from pushing import Artifact, push
+from pushing import Artifact, contents_of, push
 from servers import S3Server
 from serving import reached
 from synthetic import artifact, fingerprint
-from test_copy import contents
 
 from engine_adapter import GraftSession
 from repo_service.cli.main import main
@@ -258,7 +257,7 @@ def stored(root: Place) -> dict[str, Any]:
 
 
 def check_whole(repository: Repository, made: Artifact = MADE) -> None:
-    assert contents(repository, made[0].id) == made[2]
+    assert contents_of(repository, made[0].id) == made[2]
     assert repository.check(made[0].id, "default").ok
     assert repository.scrub().damage == []
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from places import FULL, Place
-from pushing import expiring_once, push
+from pushing import contents_of, expiring_once, push
 from synthetic import artifact
 from test_api import serving
-from test_copy import alter, contents
+from test_copy import alter
 
 from repo_service.cli import output
 from repo_service.cli.main import main
@@ -113,7 +113,7 @@ def test_a_mirror_holds_what_its_source_holds_and_the_next_one_sends_nothing(
         assert (report.chunks_sent, report.bytes_sent) == (len(sizes), sum(sizes))
         assert tags(destination) == tags(source) == {"short": short, "long": long}
         assert tags(destination, "team-a") == {"mine": private}
-        assert contents(destination, long) == contents(source, long)
+        assert contents_of(destination, long) == contents_of(source, long)
         assert destination.check(private, "team-a").ok
         again = mirror(source, destination)
         assert again == MirrorReport(
@@ -238,7 +238,7 @@ def test_a_corrupt_artifact_is_named_and_the_others_are_copied(
 ) -> None:
     made = [give(source, range(100 * i, 100 * i + 40), f"tag-{i}") for i in range(4)]
     chunk, manifest = made[1], made[2]
-    alter(tmp_path / "source", next(iter(contents(source, chunk))))
+    alter(tmp_path / "source", next(iter(contents_of(source, chunk))))
     path = tmp_path / "source" / manifest_key(manifest)
     path.write_bytes(path.read_bytes().replace(b"40", b"41", 1))
     report = mirror(source, destination)
@@ -535,7 +535,7 @@ def test_the_command_names_what_failed_and_exits_with_1(
     source: Repository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad = give(source, range(40))
-    digest = next(iter(contents(source, bad)))
+    digest = next(iter(contents_of(source, bad)))
     alter(tmp_path / "source", digest)
     args = [source.url, (tmp_path / "new").as_uri()]
     code, out, _ = run(capsys, *args)
