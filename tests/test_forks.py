@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+from beside import beside, forked
 from index_support import empty_index
 from sqlalchemy import text
 
@@ -31,16 +30,7 @@ def count(database: Database) -> int:
 
 
 def child(work: Callable[[], object]) -> int:
-    """Fork: the status of a child that does some work, or is ended when it stands still."""
-    if (process := os.fork()) == 0:
-        status = 1
-        signal.alarm(60)
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitpid(process, 0)[1]
+    return forked(work, 60)
 
 
 def test_a_fork_waits_for_the_transaction_of_another_thread(
@@ -93,21 +83,14 @@ def test_a_transaction_that_never_ends_keeps_no_process_from_forking(
 
 def test_children_of_a_process_whose_threads_are_busy_in_sqlite_are_never_stuck(tmp_path: Path) -> None:
     """Such a child found a lock inside SQLite held by a thread that it did not have, and stood still for ever."""
-    url, stop = empty_index(tmp_path), threading.Event()
+    url = empty_index(tmp_path)
 
-    def busy() -> None:
+    def busy(stop: threading.Event) -> None:
         while not stop.is_set():
             mine = SqliteDatabase(url)
             with mine.read() as connection:
                 connection.execute(text("SELECT count(*) FROM meta"))
             mine.close()
 
-    threads = [threading.Thread(target=busy) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+    with beside(busy, 4):
         assert [child(lambda: SqliteDatabase(url)) for _ in range(40)] == [0] * 40
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()

@@ -8,18 +8,19 @@ import multiprocessing
 import os
 import random
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+from beside import beside, forked
 from caching import SPEC, chunk, files, get, leftovers, on_disk, use
 from pushing import Artifact, push
 from serving import served
@@ -571,43 +572,25 @@ def test_a_child_after_a_fork_reads_writes_and_counts_for_itself(cache: NodeCach
     for number in range(10):
         cache.keep(*chunk(number))
         get(cache, number)
-    stop = threading.Event()
 
-    def busy() -> None:
+    def busy(stop: threading.Event) -> None:
         number = 100
         while not stop.is_set():
             cache.keep(*chunk(number))
             get(cache, number)
             number += 1
 
-    thread = threading.Thread(target=busy)
-    thread.start()
-    try:
-        codes = [_forked(lambda child=child: _child(cache, child)) for child in range(10)]
-    finally:
-        stop.set()
-        thread.join()
+    with beside(busy):
+        codes = [forked(partial(_child, cache, child), 20) for child in range(10)]
     assert codes == [0] * 10
     assert all(get(cache, 10_000 + child) for child in range(10))
 
 
-def _child(cache: NodeCache, child: int) -> bool:
+def _child(cache: NodeCache, child: int) -> None:
     cache.keep(*chunk(10_000 + child))
     read = [get(cache, number) for number in (0, 1, 10_000 + child, 99_999)]
-    return None not in read[:3] and (cache.counts.hits, cache.counts.misses) == (3, 1)
-
-
-def _forked(job: Callable[[], bool]) -> int:
-    # Threads run on here: what is forked with them must not wait for one.
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            signal.alarm(20)
-            code = 0 if job() else 2
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert None not in read[:3]
+    assert (cache.counts.hits, cache.counts.misses) == (3, 1)
 
 
 # Settings and commands

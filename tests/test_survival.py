@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+from beside import beside, forked
 from places import INSIDE, Place
 from pushing import Artifact, expire_pushes, push
 from synthetic import artifact, fingerprint
@@ -366,32 +368,17 @@ def test_a_scrub_takes_back_damage_that_is_none(root: Place, url: str) -> None:
 def test_a_child_writes_although_its_parent_wrote_when_it_was_born(url: str) -> None:
     """It inherited the lock of a transaction that was not its own, and was locked out."""
     with open_local(url) as repository:
-        stop = threading.Event()
 
-        def write() -> None:
+        def write(stop: threading.Event) -> None:
             n = 0
             while not stop.is_set():
                 n += 1
                 push(repository, artifact([n, n + 1, n + 2], fingerprint()))
 
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
+        with beside(write):
             for n in range(12):
-                child = os.fork()
-                if child == 0:
-                    status = 1
-                    # Born while another thread is inside SQLite, it finds locks held that nobody will release.
-                    signal.alarm(120)
-                    try:
-                        push(repository, artifact([1000 + n] * 3, fingerprint()))
-                        status = 0
-                    finally:
-                        os._exit(status)
-                assert os.waitpid(child, 0)[1] == 0
-        finally:
-            stop.set()
-            writer.join()
+                made = artifact([1000 + n] * 3, fingerprint())
+                assert forked(partial(push, repository, made), 120) == 0
 
 
 @pytest.mark.everywhere(but={"postgres": "its locks are no files", "s3": INSIDE})

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from beside import beside
 from fleet import PROJECT, as_json, team
 from graft_process import command_of
 from servers import s3_server
@@ -127,9 +127,8 @@ def cutting(nodes: list[Node], rng: random.Random) -> Iterator[Cuts]:
     A cut is one in a transfer if bytes moved just before it, and did again after it, in one command.
     """
     cuts = Cuts()
-    stop = threading.Event()
 
-    def cut() -> None:
+    def cut(stop: threading.Event) -> None:
         while not stop.wait(rng.uniform(0.2, 2.0)):
             node = next((node for node in nodes if node.is_working), None)
             if node is None:
@@ -142,13 +141,8 @@ def cutting(nodes: list[Node], rng: random.Random) -> Iterator[Cuts]:
             cuts.made += 1
             cuts.in_transfer += was_carrying and node.runs == run and node.is_carrying(5.0)
 
-    with ThreadPoolExecutor(1) as thread:
-        cutter = thread.submit(cut)
-        try:
-            yield cuts
-        finally:
-            stop.set()
-        cutter.result()
+    with beside(cut):
+        yield cuts
 
 
 def main() -> None:

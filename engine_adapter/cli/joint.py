@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_adapter.cli.library import MaxFileMib, MaxNewTokens, Window, note_skipped, read_paths
+from engine_adapter.cli.library import MaxFileMib, MaxNewTokens, Window, note_skipped, read_json, read_paths
 from engine_adapter.cli.models import Device, Dtype, DtypeOption, Model, load_model
 from repo_service.cli import output, progress
 from repo_service.cli.options import Json
@@ -78,9 +77,7 @@ def joint(
                 "exact": False,
                 "way": "joint",
                 "settings": dict(session.settings.to_json()),
-                "documents": len(read.documents),
-                "hidden": read.hidden,
-                "skipped": [asdict(item) for item in read.skipped],
+                **read_json(read),
                 "context_tokens": tokens,
                 "device_bytes": device_bytes,
                 "answers": [

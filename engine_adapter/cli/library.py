@@ -224,16 +224,23 @@ def note_skipped(read: Documents) -> None:
         output.note(f"skipped {output.printable(item.source)}: {item.reason}")
 
 
+def read_json(read: Documents) -> dict[str, Any]:
+    """What was read, and what was left out."""
+    return {
+        "documents": len(read.documents),
+        "hidden": read.hidden,
+        "skipped": [asdict(item) for item in read.skipped],
+    }
+
+
 def _added_json(read: Documents, added: Added) -> dict[str, Any]:
     return {
         "made": [info.model_dump(mode="json") for info in added.made],
         "kept": added.kept,
         "replaced": added.replaced,
         "tokens": added.tokens,
-        "documents": len(read.documents),
         "duplicates": added.duplicates,
-        "hidden": read.hidden,
-        "skipped": [asdict(item) for item in read.skipped],
+        **read_json(read),
     }
 
 

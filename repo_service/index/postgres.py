@@ -57,19 +57,16 @@ class PostgresDatabase(Database):
         super().__init__(_engine(parsed, 1), _engine(parsed, READERS))
 
     def _begin(self, connection: Connection, mode: Mode, wait: float) -> None:
-        statements = [f"SET TRANSACTION {_ISOLATION[mode]}"]
-        if mode == "read":
-            statements += [f"SET LOCAL statement_timeout = '{STATEMENT_SECONDS}s'"]
-        else:
+        longest = STATEMENT_SECONDS if mode == "read" else 10 * STATEMENT_SECONDS
+        statements = [f"SET TRANSACTION {_ISOLATION[mode]}", f"SET LOCAL statement_timeout = '{longest}s'"]
+        if mode != "read":
             statements += [
                 # Zero would wait for ever.
                 f"SET LOCAL lock_timeout = {max(1, round(wait * 1000))}",
-                f"SET LOCAL statement_timeout = '{10 * STATEMENT_SECONDS}s'",
                 f"SET LOCAL synchronous_commit = {'on' if mode == 'durable' else 'off'}",
                 f"SELECT pg_advisory_xact_lock({_WRITER})",
             ]
         # The server's own limits come first, where it still goes by them.
-        longest = STATEMENT_SECONDS if mode == "read" else 10 * STATEMENT_SECONDS
         _limit(connection.connection.driver_connection, longest + REACH_SECONDS)
         connection.exec_driver_sql("; ".join(statements))
 
@@ -124,17 +121,18 @@ def _engine(url: URL, connections: int) -> Engine:
         )
     except ModuleNotFoundError:
         raise InvalidInput("an index in PostgreSQL needs the driver psycopg: pip install 'kvgraft[postgres]'") from None
-
-    def connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> Any:
-        from repo_service.index.postgres_wait import BoundedConnection
-
-        return BoundedConnection.connect(*arguments, **named)
-
-    event.listen(engine, "do_connect", connect)
+    event.listen(engine, "do_connect", _connect)
     event.listen(engine, "connect", _configure)
     # What comes back to the pool is rolled back, and asked whether it is alive before it is handed out again.
     event.listen(engine, "reset", lambda given, *_: _limit(given, REACH_SECONDS))
     return engine
+
+
+def _connect(_dialect: object, _record: object, arguments: list[Any], named: dict[str, Any]) -> Any:
+    # Only where PostgreSQL is used its driver needs to be installed.
+    from repo_service.index.postgres_wait import BoundedConnection
+
+    return BoundedConnection.connect(*arguments, **named)
 
 
 def _limit(connection: Any, seconds: float) -> None:

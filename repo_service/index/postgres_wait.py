@@ -11,6 +11,8 @@ from typing import Any
 
 import psycopg
 
+from repo_service.index.postgres import REACH_SECONDS
+
 
 class BoundedConnection(psycopg.Connection[Any]):
     """A connection that is closed once the server has left a call unanswered for too long.
@@ -21,7 +23,7 @@ class BoundedConnection(psycopg.Connection[Any]):
         How long a call may wait from now on, in seconds.
     """
 
-    limit_s: float = 2.0
+    limit_s: float = REACH_SECONDS
 
     def wait(self, gen: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
         """Raises

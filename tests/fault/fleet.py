@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+from beside import beside
 from families import build
 from fleet import Replica, balancer, team
 from pushing import Artifact, push
@@ -119,10 +120,9 @@ def _killing(replicas: list[Replica], every_s: float, end: float) -> Iterator[li
     those after it when they were due.
     """
     kills: list[float] = []
-    stop = threading.Event()
     with ThreadPoolExecutor(len(replicas)) as starting:
 
-        def kill() -> None:
+        def kill(stop: threading.Event) -> None:
             due, up = time.monotonic(), deque(replicas)
             started: list[Future[Replica]] = []
             while due < end and not stop.wait(max(0.0, due - time.monotonic())):
@@ -141,13 +141,8 @@ def _killing(replicas: list[Replica], every_s: float, end: float) -> Iterator[li
                 last.result()
 
         # What a replica that does not start says is raised at the end.
-        with ThreadPoolExecutor(1) as killer:
-            killing = killer.submit(kill)
-            try:
-                yield kills
-            finally:
-                stop.set()
-            killing.result()
+        with beside(kill):
+            yield kills
 
 
 def _started(replica: Replica) -> Replica:
